@@ -65,9 +65,9 @@ all_library_tests = $(library_tests) tests/test_nn_optimize_convolutions.py \
     tests/test_nn_adapters_models.py tests/test_plan_lightning.py \
     tests/test_patch_libraries.py tests/test_patch_libraries_table.py tests/test_libraries.py \
     tests/test_checkpoint_state.py tests/test_benchmarks_train.py tests/test_callbacks.py \
-    tests/test_benchmarks_budgets.py \
+    tests/test_benchmarks_plan.py \
     tests/test_documents.py tests/test_recipes.py \
-    tests/test_benchmarks_seeing_programs.py tests/test_snapshot_readers.py tests/test_examples.py
+    tests/test_benchmarks_seeing.py tests/test_snapshot_readers.py tests/test_examples.py
 
 test-models:
 	@$(call prepare,run test)
@@ -84,9 +84,10 @@ test-models:
 
 version_tests = $(wildcard tests/test_compress*.py tests/test_checkpoint*.py tests/test_patch*.py) \
     $(wildcard tests/test_shim*.py) \
-    tests/test_install.py tests/test_silence.py tests/test_optimizers_offload.py \
-    tests/test_optimizers_refused.py \
-    tests/test_predict.py tests/test_predict_steps.py tests/test_fake_device.py tests/test_reductions.py \
+    tests/test_install.py tests/test_install_options.py tests/test_silence.py \
+    tests/test_optimizers_offload.py tests/test_optimizers_refused.py \
+    tests/test_predict.py tests/test_predict_steps.py tests/test_predict_refused.py \
+    tests/test_fake_device.py tests/test_reductions.py \
     tests/test_nn_operators.py tests/test_nn_attention.py tests/test_nn_attention_linear.py \
     tests/test_nn_adapters.py
 

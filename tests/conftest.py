@@ -30,8 +30,8 @@ name_missing()
 GPU_BYTES_PER_WORKER = 10 << 30
 # The files that compile or train, the longest first, and those that mostly wait.
 LONGEST = (
-    *("test_native", "test_core_endurance", "test_compile", "test_compression_training"),
-    *("test_cpu_training", "test_allocator_programs", "test_autoload", "test_shim"),
+    *("test_native", "test_compile", "test_compression_training"),
+    *("test_cpu_training", "test_autoload", "test_shim"),
     "test_layering",
 )
 WAITING = ("test_benchmarks_turns", "test_benchmarks_launch")

@@ -84,7 +84,3 @@ def program(cuda: FakeCuda, tmp_path: Path) -> Program:
     started = Program(cuda, tmp_path / "oom")
     started.start()
     return started
-
-
-def fail_with(error: Exception) -> None:
-    raise error

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_shim import build_shim, toolbox
 
 from vramx import config
 from vramx.allocator import (
@@ -31,70 +32,16 @@ from vramx.allocator import (
     preconditions,
     profiler_start,
     shim_build,
-    toolchain,
 )
-from vramx.allocator.torch_facts import TorchFacts, read_torch
 from vramx.config import Config
 
-SHIM = """
-#include <cstdio>
-#define EXPORT extern "C" __attribute__((visibility("default")))
-namespace { int installed = 0; char last[128] = ""; }
-EXPORT const char* vramx_torch_built_for() { return BUILT_FOR; }
-EXPORT int vramx_test_profilers = 0;
-EXPORT void vramx_torch_note_profiler() { ++vramx_test_profilers; }
-EXPORT int vramx_torch_install(const void* core, int is_late) {
-  installed = core != nullptr;
-  vramx_test_profilers = 0;
-  std::snprintf(last, sizeof last, "no core, late %d", is_late);
-  return !installed;
-}
-EXPORT const char* vramx_torch_error() { return last; }
-EXPORT unsigned long long vramx_test_limit[8] = {};
-EXPORT void vramx_torch_set_limit(int device, unsigned long long bytes) {
-  vramx_test_limit[device + 1] = bytes;
-}
-EXPORT int vramx_torch_is_installed() { return installed; }
-EXPORT int vramx_torch_keeps_history() { return 0; }
-"""
 GIB = 1 << 30
-
-
-def write_shim(csrc: Path, built_for: str) -> Path:
-    """Write the sources of a small shim as a csrc folder, and return the source."""
-    (csrc / "torch").mkdir(parents=True, exist_ok=True)
-    (csrc / "core").mkdir(exist_ok=True)
-    source = csrc / "torch" / "shim.cpp"
-    source.write_text(SHIM.replace("BUILT_FOR", f'"{built_for}"'))
-    return source
-
-
-def build_shim(folder: Path) -> Path:
-    """Compile the small shim for the installed torch."""
-    write_shim(folder / "csrc", torch.__version__.split("+")[0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(toolchain, "find_sources", lambda: folder / "csrc")
-        return shim_build.ensure_shim(toolbox(folder))
 
 
 def _library() -> ctypes.CDLL:
     shim = install.current().shim
     assert shim is not None
     return shim._library
-
-
-def installed_torch() -> TorchFacts:
-    return read_torch(Path(torch.__file__).parent)
-
-
-def toolbox(tmp_path: Path, **changes: Any) -> Config:
-    """A configuration whose cache and CUDA headers lie in a temporary folder."""
-    include = tmp_path / "cuda" / "include"
-    for header in toolchain.CUDA_HEADERS:
-        (include / header).parent.mkdir(parents=True, exist_ok=True)
-        (include / header).touch()
-    defaults: dict[str, Any] = {"cache_dir": tmp_path / "cache", "cuda_home": tmp_path / "cuda"}
-    return Config(**{**defaults, **changes})
 
 
 def counters(allocated: int, reserved: int) -> dict[str, Any]:
@@ -307,8 +254,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shim: Path) -> Iterato
 
 def fail_to_build(patch: pytest.MonkeyPatch, error: Exception) -> None:
     """Make the shim unavailable."""
+    patch.setattr(shim_build, "ensure_shim", lambda _: fail_with(error))
 
-    def fail(settings: Config) -> Path:
-        raise error
 
-    patch.setattr(shim_build, "ensure_shim", fail)
+def fail_with(error: Exception) -> None:
+    raise error

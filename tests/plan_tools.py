@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramx.compression.config import Compression
 from vramx.planning import meters, storages
+from vramx.planning.steps import Step
 
 WIDTH = 64
 PACKED_ROWS = 1024  # of a hidden state of PACKED_BYTES: less is not packed
 PACKED_BYTES = 4 * PACKED_ROWS * WIDTH
+# Predictions for a host are exact but for scalars of a few bytes; the goal on a GPU is 5 %.
+EXACT = 1e-3
+LEVELS = ("left", "recompute_all")
 PRODUCTS = ("mm", "addmm", "bmm", "convolution", "convolution_backward")
 
 
@@ -37,13 +43,21 @@ class Block(nn.Module):
         return x + self.down(gelu(self.up(self.norm(x))))
 
 
+class Layer(nn.Module):
+    """Has the weights of a block that does something odd with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
 class Stack(nn.Module):
     """Blocks between an embedding and a head, with a batch norm and a dropout outside of them."""
 
-    def __init__(self, depth: int = 4) -> None:
+    def __init__(self, depth: int = 4, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
         self.embed = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
         self.norm = nn.BatchNorm1d(WIDTH)
         self.drop = nn.Dropout(0.1)
         self.head = nn.Linear(WIDTH, 16)
@@ -87,6 +101,44 @@ class Skipping(nn.Module):
         return x
 
 
+def peak_bytes(model: nn.Module, sample: Any) -> int:
+    """Return the peak of a second step, after zero_grad(), as a caller would have it."""
+    step = Step(model, sample, model.zero_grad)
+    step()
+    meter = meters.HostMeter(model)
+    with meter.watching():
+        step()
+    return meter.peak_bytes()
+
+
+def peak_of_loop(
+    model: nn.Module,
+    step: Callable[[], Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    gradients: str = "fresh",
+) -> int:
+    """Return the peak of a loop, the first step among them: `step` is forward and backward.
+
+    What it returns is kept while the optimizer steps.
+    """
+    meter = meters.HostMeter(model)
+    with meter.watching():
+        for _ in range(3):
+            result = step()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=gradients == "fresh")
+            del result
+    return meter.peak_bytes()
+
+
+def gradient(model: nn.Module, loss: Callable[[], Tensor]) -> Tensor:
+    """Return the gradients of a step, as one tensor."""
+    model.zero_grad()
+    loss().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
 class Counter(TorchDispatchMode):
     """Counts operations, a product as a thousand."""
 
@@ -124,15 +176,17 @@ def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that caps what the host meter lets be allocated."""
+    return partial(cap_device, monkeypatch)
 
-    def cap(limit_bytes: int, error: type[Exception] = torch.OutOfMemoryError) -> None:
-        add = storages.Storages.add
 
-        def capped(self: Any, tensor: Tensor, *, counts: bool) -> None:
-            add(self, tensor, counts=counts)
-            if self.live_bytes > limit_bytes:
-                raise error(f"CUBLAS_STATUS_ALLOC_FAILED: {self.live_bytes} bytes")
+def cap_device(
+    patch: pytest.MonkeyPatch, limit_bytes: int, error: type[Exception] = torch.OutOfMemoryError
+) -> None:
+    add = storages.Storages.add
 
-        monkeypatch.setattr(storages.Storages, "add", capped)
+    def capped(self: Any, tensor: Tensor, *, counts: bool) -> None:
+        add(self, tensor, counts=counts)
+        if self.live_bytes > limit_bytes:
+            raise error(f"CUBLAS_STATUS_ALLOC_FAILED: {self.live_bytes} bytes")
 
-    return cap
+    patch.setattr(storages.Storages, "add", capped)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from cpu_history import CpuHistory
 from torch import Tensor, nn
@@ -18,6 +19,11 @@ from vramx.memory.record import Recorder
 from vramx.memory.snapshot import Snapshot
 
 WIDTH, BATCH = 64, 32
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.pickle"
 
 
 class Residual(nn.Module):

@@ -57,6 +57,36 @@ def small_trace() -> dict[str, Any]:
     }
 
 
+class Recorder:
+    """Builds the arrays of a trace, one event every 10 us."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, int, int, int]] = []
+        self.sizes: list[int] = []
+        self.streams: list[int] = []
+
+    def allocate(self, size_bytes: int, stream: int = 0) -> int:
+        self.sizes.append(size_bytes)
+        self.streams.append(stream)
+        self._add(0, len(self.sizes) - 1)
+        return len(self.sizes) - 1
+
+    def free(self, allocation: int) -> None:
+        self._add(2, allocation)
+
+    def _add(self, op: int, allocation: int) -> None:
+        self.events.append((op, allocation, self.sizes[allocation], self.streams[allocation]))
+
+    def arrays(self) -> dict[str, Any]:
+        columns = zip(*self.events, strict=True)
+        types = {"op": np.uint8, "id": np.uint32, "size": np.uint64, "stream": np.uint8}
+        arrays = {
+            name: np.array(column, dtype)
+            for (name, dtype), column in zip(types.items(), columns, strict=True)
+        }
+        return {**arrays, "t": np.arange(len(self.events), dtype=np.uint32) * 10}
+
+
 def rows(trace: Trace) -> list[tuple[int, ...]]:
     """Return (op, id, size, stream, time) for each event."""
     return [

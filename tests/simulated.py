@@ -24,6 +24,11 @@ def open_device(capacity_bytes: int = CAPACITY, **options: Any) -> SimulatedDevi
     return core.SimulatedDevice(capacity_bytes, **options)
 
 
+@pytest.fixture
+def device() -> SimulatedDevice:
+    return open_device()
+
+
 def held(device: SimulatedDevice) -> int:
     return int(device.stats()["reserved_bytes"]["current"])
 
@@ -35,6 +40,14 @@ def live(device: SimulatedDevice) -> int:
 def fill_up(device: SimulatedDevice, stream: int = 0) -> list[int]:
     """Take the whole device in pieces of 8 MiB, in address order."""
     return [device.allocate(PIECE, stream) for _ in range(CAPACITY // PIECE)]
+
+
+def freed_by_another(device: SimulatedDevice, size: int, stream: int = 7) -> int:
+    """Return where a stream has freed a block while it still had work queued."""
+    block = device.allocate(size, stream)
+    device.submit(stream)
+    device.free(block)
+    return block
 
 
 def take_stitched(device: SimulatedDevice) -> tuple[int, list[int]]:

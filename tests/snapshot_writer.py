@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import samples
+
 MINORS = (6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
 MIB = 1 << 20
 START_US = 1_795_207_576_168_327
@@ -108,22 +110,18 @@ class Recording:
 
     def free(self, address: int, *, completed: bool = True) -> None:
         segment, block = self._find(address)
-        self._event(
-            "free_requested", block.requested, [], segment.stream, segment.pool, addr=address
-        )
+        of = block.requested, [], segment.stream, segment.pool
+        self._event("free_requested", *of, addr=address)
         if completed:
-            self._event(
-                "free_completed", block.requested, [], segment.stream, segment.pool, addr=address
-            )
+            self._event("free_completed", *of, addr=address)
             segment.blocks.remove(block)
 
     def empty_cache(self) -> None:
         for segment in [each for each in self.segments if not each.blocks]:
             self.segments.remove(segment)
             action = "segment_unmap" if self.expandable else "segment_free"
-            self._event(
-                action, segment.size, [], segment.stream, segment.pool, addr=segment.address
-            )
+            of = segment.size, [], segment.stream, segment.pool
+            self._event(action, *of, addr=segment.address)
 
     def oom(self, size: int, device_free: int = 0, frames: list[dict[str, Any]] = MODEL) -> None:
         self._event("oom", size, frames, 0, DEFAULT_POOL, device_free=device_free)
@@ -203,18 +201,11 @@ class Recording:
 
     def _segment_record(self, segment: Segment) -> dict[str, Any]:
         blocks = [
-            {
-                "address": block.address,
-                "size": block.size,
-                "requested_size": block.requested,
-                "state": "active_allocated",
-                "frames": block.frames,
-            }
-            for block in segment.blocks
+            samples.block(each.address, each.size, each.requested) | {"frames": each.frames}
+            for each in segment.blocks
         ]
         free = [
-            {"address": at, "size": size, "requested_size": 0, "state": "inactive", "frames": []}
-            for size, at in segment.holes()
+            samples.block(at, size, 0, "inactive") | {"frames": []} for size, at in segment.holes()
         ]
         live = sum(block.size for block in segment.blocks)
         return {

@@ -1,22 +1,27 @@
-"""What the allocator promises its callers: blocks, stitching, out of memory, giving memory back.
+"""What the allocator promises its callers: blocks, stitching, giving memory back.
 
-On the simulated device, with real bytes and no GPU. Streams, reports and programs have files
-of their own beside this one; the parts of the core have their checks in tests/native/units. That no
-block disturbs another, wherever it lies, is what the random programs of tests/native/stress show.
+On the simulated device, with real bytes and no GPU. Streams, limits and reports have
+files of their own beside this one; the parts of the core have their checks in tests/native/units.
+That no block disturbs another, wherever it lies, is what the random programs of tests/native/stress
+show.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from samples import SMALL
 from simulated import (
     CAPACITY,
     KIB,
     MIB,
     PIECE,
     UNIT,
+    device,
     fill_up,
     held,
     live,
@@ -25,14 +30,12 @@ from simulated import (
 )
 
 from vramx import _core
+from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, load_trace
 
 if TYPE_CHECKING:
     from vramx._core import SimulatedDevice
 
-
-@pytest.fixture
-def device() -> SimulatedDevice:
-    return open_device()
+__all__ = ["device"]
 
 
 # --- blocks ---------------------------------------------------------------------------------------
@@ -85,23 +88,20 @@ def open_with_two_extents() -> tuple[SimulatedDevice, range, range]:
     return device, range(small, small + 8 * MIB), range(large, large + 24 * MIB)
 
 
-def test_large_blocks_that_no_extent_fits_well_lie_side_by_side_in_the_largest() -> None:
-    device, _, largest = open_with_two_extents()
-    assert device.allocate(MIB) == largest.start
-    assert device.allocate(MIB) == largest.start + MIB
-
-
-def test_a_large_block_that_an_extent_fits_well_goes_there() -> None:
-    device, best, _ = open_with_two_extents()
-    assert device.allocate(2 * MIB) in best
-
-
-def test_a_large_block_that_fits_loosely_joins_its_kin_if_they_have_room() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "places"),
+    [
+        pytest.param([MIB, MIB], [0, MIB], id="loosely: side by side in the largest"),
+        pytest.param([2 * MIB], [None], id="well, in less than five times its size: there"),
+        pytest.param([MIB, 3 * MIB // 2, 2 * MIB], [0, MIB, None], id="loosely: beside its kin"),
+    ],
+)
+def test_a_large_block_goes_where_an_extent_fits_it(
+    sizes: list[int], places: list[int | None]
+) -> None:
     device, best, largest = open_with_two_extents()
-    first = device.allocate(MIB)
-    assert first == largest.start
-    assert device.allocate(3 * MIB // 2) == first + MIB
-    assert device.allocate(2 * MIB) in best  # which is less than five times its size
+    for size, place in zip(sizes, places, strict=True):
+        assert device.allocate(size) in (best if place is None else [largest.start + place])
 
 
 def test_a_large_block_whose_like_was_brief_takes_the_best_fit() -> None:
@@ -139,17 +139,15 @@ def test_an_alias_shows_the_bytes_of_its_chunks(device: SimulatedDevice) -> None
     assert [device.count_mismatches(piece, PIECE, 2) for piece in pieces].count(0) == 1
 
 
-def test_a_freed_alias_serves_its_like_without_a_driver_call(device: SimulatedDevice) -> None:
-    stitched, _ = take_stitched(device)
+def test_a_freed_alias_serves_its_like_without_a_driver_call_and_its_pieces_single_blocks(
+    device: SimulatedDevice,
+) -> None:
+    stitched, pieces = take_stitched(device)
     device.free(stitched)
     calls = device.driver_calls()
     assert device.allocate(2 * PIECE) == stitched
     assert device.driver_calls() == calls
     assert device.stats()["num_alias_hits"] == 1
-
-
-def test_the_pieces_of_a_freed_alias_serve_single_blocks(device: SimulatedDevice) -> None:
-    stitched, pieces = take_stitched(device)
     device.free(stitched)
     assert device.allocate(PIECE) in pieces
 
@@ -168,11 +166,7 @@ def test_growth_is_mapped_twice_only_where_it_spares_a_share_of_the_block(
 def test_a_periodic_program_settles_within_three_steps() -> None:
     device = open_device(256 * MIB)
     sizes = random.Random(1).choices([3 * KIB, 700 * KIB, 3 * MIB, 9 * MIB, 17 * MIB], k=40)
-    steps = []
-    for _ in range(6):
-        calls = device.driver_calls()
-        run_step(device, sizes)
-        steps.append(device.driver_calls() - calls)
+    steps = [calls_of(device, lambda: run_step(device, sizes)) for _ in range(6)]
     assert steps[0] > 0
     assert steps[3:] == [0, 0, 0]
 
@@ -181,18 +175,46 @@ def test_a_periodic_program_settles_within_three_steps() -> None:
 def test_a_program_of_few_requests_settles_wherever_others_left_gaps(seed: int) -> None:
     device = _core.SimulatedDevice(80 * 1024 * MIB, 2 * MIB, False)
     leave_gaps(device, random.Random(seed))
-    steps = []
-    for _ in range(80):
-        calls = device.driver_calls()
+
+    def step() -> None:
         kept = [device.allocate((1 + index * 7 % 13) * 3 * MIB) for index in range(40)]
         for block in kept[::3]:
             device.free(block)
         del kept[::3]
         for block in [*kept, device.allocate(200 * MIB)]:
             device.free(block)
-        steps.append(device.driver_calls() - calls)
+
+    steps = [calls_of(device, step) for _ in range(80)]
     # A short period is believed after two thousand requests, which are 49 of these steps.
     assert steps[52:] == [0] * 28
+
+
+def test_a_recorded_program_of_seven_streams_settles_when_it_repeats_itself(traces: Path) -> None:
+    """In whole rounds, after which all is freed; the first ones grow, and put blocks together."""
+    trace = load_trace(traces / SMALL)
+    columns = (trace.op, trace.id, trace.size, trace.stream)
+    events = list(zip(*(column.tolist() for column in columns), strict=True))
+    device = open_device(64 << 30, has_bytes=False)
+    calls = []
+    for _ in range(7):
+        before, addresses = device.driver_calls(), {}
+        for op, block, size, stream in events:
+            if op == ALLOCATE:
+                addresses[block] = device.allocate(size, stream)
+            elif op == FREE_COMPLETED and block in addresses:
+                device.free(addresses.pop(block))
+        for address in addresses.values():
+            device.free(address)
+        calls.append(device.driver_calls() - before)
+    assert calls[0] > 0
+    assert calls[4:] == [0, 0, 0]
+
+
+def calls_of(device: SimulatedDevice, step: Callable[[], None]) -> int:
+    """Return how many driver calls a step makes."""
+    calls = device.driver_calls()
+    step()
+    return device.driver_calls() - calls
 
 
 def leave_gaps(device: SimulatedDevice, order: random.Random) -> None:
@@ -226,81 +248,6 @@ def run_step(device: SimulatedDevice, sizes: list[int]) -> None:
         device.free(block)
 
 
-# --- out of memory --------------------------------------------------------------------------------
-
-
-def test_out_of_memory_says_what_was_asked_and_what_is_there(device: SimulatedDevice) -> None:
-    device.allocate(24 * MIB)
-    with pytest.raises(
-        MemoryError, match=r"^CUDA out of memory\. Tried to allocate 16\.00 MiB\."
-    ) as e:
-        device.allocate(16 * MIB)
-    assert "holds 24.00 MiB: 24.00 MiB live and 0 bytes free" in str(e.value)
-    assert "The device has 32.00 MiB, of which 8.00 MiB is free" in str(e.value)
-
-
-def test_out_of_memory_changes_nothing(device: SimulatedDevice) -> None:
-    device.allocate(24 * MIB)
-    with pytest.raises(MemoryError):
-        device.allocate(16 * MIB)
-    assert (held(device), live(device), device.check()) == (24 * MIB, 24 * MIB, "")
-    assert device.stats()["num_ooms"] == 1
-    device.allocate(8 * MIB)
-
-
-def test_a_size_beyond_any_device_is_out_of_memory(device: SimulatedDevice) -> None:
-    with pytest.raises(MemoryError):
-        device.allocate((1 << 64) - 1)
-    assert device.check() == ""
-
-
-def test_the_limit_is_exact() -> None:
-    device = open_device(limit_bytes=PIECE)
-    device.allocate(PIECE)
-    with pytest.raises(MemoryError, match=r"limit is 8\.00 MiB"):
-        device.allocate(UNIT)
-
-
-def test_a_lower_limit_stops_growth_and_takes_nothing_away(device: SimulatedDevice) -> None:
-    device.free(device.allocate(2 * PIECE))
-    device.set_limit(PIECE)
-    device.allocate(2 * PIECE)
-    with pytest.raises(MemoryError):
-        device.allocate(PIECE)
-
-
-def test_a_higher_limit_lets_it_grow_again() -> None:
-    device = open_device(limit_bytes=PIECE)
-    device.allocate(PIECE)
-    device.set_limit(2 * PIECE)
-    device.allocate(PIECE)
-    assert held(device) == 2 * PIECE
-
-
-def test_relief_is_asked_for_before_memory_runs_out(device: SimulatedDevice) -> None:
-    kept = [device.allocate(24 * MIB)]
-
-    def drop_it() -> bool:
-        device.free(kept.pop())
-        return True
-
-    device.add_relief(drop_it)
-    device.allocate(16 * MIB)
-    assert kept == []
-    assert device.stats()["num_alloc_retries"] == 1
-    assert device.stats()["num_ooms"] == 0
-
-
-def test_relief_is_not_asked_for_while_memory_lasts(device: SimulatedDevice) -> None:
-    asked = []
-    device.add_relief(lambda: bool(asked.append(1)))
-    device.allocate(CAPACITY)
-    assert asked == []
-    with pytest.raises(MemoryError):
-        device.allocate(UNIT)
-    assert asked == [1]
-
-
 # --- giving memory back ---------------------------------------------------------------------------
 
 
@@ -329,10 +276,12 @@ def test_trim_waits_for_the_streams_that_freed(device: SimulatedDevice) -> None:
     assert device.stats()["num_sync_all_streams"] == 1
 
 
-def test_trim_leaves_an_alias_in_use(device: SimulatedDevice) -> None:
+def test_an_alias_in_use_is_left(device: SimulatedDevice) -> None:
     stitched, _ = take_stitched(device)
     device.fill(stitched, 2 * PIECE, 4)
     assert device.trim()["released_bytes"] == 0
+    assert device.defragment()["aliases_collected"] == 0
+    assert device.stats()["alias_count"] == 1
     assert device.count_mismatches(stitched, 2 * PIECE, 4) == 0
 
 
@@ -345,9 +294,3 @@ def test_defragment_collects_idle_aliases(device: SimulatedDevice) -> None:
     assert (report["aliases_collected"], report["alias_address_bytes"]) == (1, 2 * PIECE)
     assert report["released_bytes"] == 0
     assert device.stats()["alias_count"] == 0
-
-
-def test_defragment_leaves_an_alias_in_use(device: SimulatedDevice) -> None:
-    take_stitched(device)
-    assert device.defragment()["aliases_collected"] == 0
-    assert device.stats()["alias_count"] == 1

@@ -8,41 +8,40 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from simulated import CAPACITY, MIB, PIECE, UNIT, fill_up, held, open_device
+from simulated import (
+    CAPACITY,
+    MIB,
+    PIECE,
+    UNIT,
+    device,
+    fill_up,
+    freed_by_another,
+    held,
+    open_device,
+)
 
 if TYPE_CHECKING:
     from vramx._core import SimulatedDevice
 
-
-@pytest.fixture
-def device() -> SimulatedDevice:
-    return open_device()
+__all__ = ["device"]
 
 
-def test_a_stream_takes_its_own_memory_without_a_wait(device: SimulatedDevice) -> None:
-    block = device.allocate(CAPACITY, 7)
-    device.free(block)
-    assert device.allocate(CAPACITY, 7) == block
-    assert device.waits() == 0
-
-
-def test_a_stream_grows_rather_than_wait_while_there_is_room(device: SimulatedDevice) -> None:
-    block = device.allocate(PIECE, 7)
-    device.submit(7)
-    device.free(block)
-    assert device.allocate(PIECE, 8) != block
-    assert device.waits() == 0
-
-
-def test_the_alternative_to_out_of_memory_is_another_streams_memory(
-    device: SimulatedDevice,
-) -> None:
-    block = device.allocate(CAPACITY, 7)
-    device.submit(7)
-    device.free(block)
-    assert device.allocate(CAPACITY, 8) == block
-    assert device.waits() == 1
-    assert device.stats()["num_cross_stream"] == 1
+@pytest.mark.parametrize(
+    ("mode", "size", "taker", "is_taken", "waits"),
+    [
+        pytest.param("under_pressure", CAPACITY, 7, True, 0, id="its own without a wait"),
+        pytest.param("under_pressure", PIECE, 8, False, 0, id="fresh memory while there is room"),
+        pytest.param("under_pressure", CAPACITY, 8, True, 1, id="another's rather than none"),
+        pytest.param("always", PIECE, 8, True, 1, id="always: another's before it grows"),
+        pytest.param("never", PIECE, 8, False, 0, id="never: fresh memory"),
+    ],
+)
+def test_a_stream_takes(mode: str, size: int, taker: int, is_taken: bool, waits: int) -> None:
+    device = open_device(cross_stream=mode)
+    freed = freed_by_another(device, size)
+    assert (device.allocate(size, taker) == freed) == is_taken
+    assert held(device) == (size if is_taken else 2 * size)
+    assert device.waits() == device.stats()["num_cross_stream"] == waits
 
 
 def test_memory_that_another_stream_is_done_with_is_taken_without_a_wait(
@@ -86,19 +85,9 @@ def test_a_second_theft_needs_no_wait_until_the_stream_frees_again(device: Simul
     device.submit(7)
     for block in blocks:
         device.free(block)
-    stolen = [device.allocate(MIB, 8) for _ in range(4)]
-    assert len(stolen) == 4
+    for _ in range(4):
+        device.allocate(MIB, 8)
     assert device.waits() == 1
-
-
-def test_never_gives_no_memory_from_stream_to_stream_and_makes_none_wait() -> None:
-    device = open_device(cross_stream="never")
-    block = device.allocate(PIECE, 7)
-    device.submit(7)
-    device.free(block)
-    assert device.allocate(PIECE, 8) != block
-    assert held(device) == 2 * PIECE
-    assert device.waits() == 0
 
 
 def test_never_takes_its_memory_back_once_the_recorded_stream_is_done() -> None:
@@ -108,15 +97,6 @@ def test_never_takes_its_memory_back_once_the_recorded_stream_is_done() -> None:
         device.record_stream(address, 8)
         device.free(address)
     assert held(device) == PIECE
-
-
-def test_always_takes_another_streams_memory_before_it_grows() -> None:
-    device = open_device(cross_stream="always")
-    foreign = device.allocate(PIECE, 7)
-    device.submit(7)
-    device.free(foreign)
-    assert device.allocate(PIECE, 8) == foreign
-    assert device.waits() == 1
 
 
 def test_an_unknown_mode_is_refused_with_those_that_are_accepted() -> None:
@@ -159,8 +139,7 @@ def test_a_buffer_that_was_handed_over_is_had_again_when_its_own_reader_is_done(
 
 
 def test_a_free_takes_no_large_buffer_of_another_streams_with_it() -> None:
-    device = open_device(512 * MIB, has_bytes=False)
-    large = 64 * MIB
+    device, large = open_device(512 * MIB, has_bytes=False), 64 * MIB
     first, second = (device.allocate(large, 7) for _ in range(2))
     device.free(first)
     device.allocate(UNIT, 8)  # asks the streams: the first is over

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import traceback
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from child_processes import python
 
 torch = pytest.importorskip("torch")
 
-from fake_cuda import FakeCuda, build_shim, fail_to_build  # noqa: E402
+from fake_cuda import FakeCuda, fail_to_build, fail_with  # noqa: E402
+from small_shim import build_shim  # noqa: E402
 
 import vramx  # noqa: E402
 from vramx import _autoload, config  # noqa: E402
@@ -147,14 +147,13 @@ def test_a_failure_is_one_warning_and_cuda_goes_on(
     assert cuda.initialised == 1
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_failure_is_told_where_warnings_are_errors(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, logged: io.StringIO
 ) -> None:
     fail_to_build(monkeypatch, ShimError("no compiler"))
     _autoload._autoload()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cuda.initialise()
+    cuda.initialise()
     assert cuda.initialised == 1
     assert "no compiler" in logged.getvalue()
 
@@ -162,10 +161,8 @@ def test_a_failure_is_told_where_warnings_are_errors(
 def test_any_exception_stays_inside_the_hook(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> Config:
-        raise InvalidValueError("VRAMX_LIMIT='x'")
-
-    monkeypatch.setattr(config, "config", broken)
+    error = InvalidValueError("VRAMX_LIMIT='x'")
+    monkeypatch.setattr(config, "config", lambda: fail_with(error))
     with pytest.warns(VramxWarning, match="VRAMX_LIMIT='x'"):
         _autoload._autoload()
     monkeypatch.setattr(cuda_init, "run_before", lambda _: 1 / 0)
@@ -192,9 +189,7 @@ def test_plain_mode_is_only_for_those_who_allow_it(
 def test_the_variable_asks_unless_it_is_empty_or_zero(
     monkeypatch: pytest.MonkeyPatch, value: str | None, asks: bool
 ) -> None:
-    monkeypatch.delenv("VRAMX", raising=False)
-    if value is not None:
-        monkeypatch.setenv("VRAMX", value)
+    monkeypatch.setattr(os, "environ", {} if value is None else {"VRAMX": value})
     assert config.is_enabled() is asks
 
 

@@ -7,7 +7,6 @@ import getpass
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,11 +95,8 @@ def test_what_rows_of_a_run_share_stands_once_in_a_file(tmp_path: Path) -> None:
 
 
 def test_a_case_that_hangs_is_a_failed_row(stub: Path) -> None:
-    program = (
-        "from benchmarks.harness import *; print(run_case('stub', 'hangs', Options(), 0.5)[1])"
-    )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=stub, capture_output=True, text=True, check=True)
+    run = "run_case('stub', 'hangs', Options(), 0.5)"
+    done = python("-c", f"from benchmarks.harness import *; print({run}[1])", cwd=stub)
     assert done.stdout.strip() == "failed: no result after 0 s"
 
 
@@ -128,14 +124,13 @@ def test_rows_are_appended_and_foreign_columns_refused(stub: Path) -> None:
     assert target.read_text() == "a,b\n1,2\n"
 
 
-def test_a_benchmark_that_cannot_run_here_is_left_out(stub: Path) -> None:
+def test_a_benchmark_that_cannot_run_here_is_left_out_and_without_a_name_all_are_listed(
+    stub: Path,
+) -> None:
     done = bench(stub, "stub", "--driver", "cuda")
     assert done.returncode == 0
     assert "left out: it needs a GPU" in done.stderr
     assert not (stub / "benchmarks" / "results").exists()
-
-
-def test_without_a_name_the_benchmarks_are_listed(stub: Path) -> None:
     assert bench(stub).stdout.split() == ["stub", "stub"]
 
 
@@ -182,11 +177,9 @@ def test_a_replay_that_corrupts_memory_is_a_failure(
     stand_in: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = stand_in.Replay.run
-
-    def corrupting(*arguments: Any, **named: Any) -> dict[str, Any]:
-        return {**run(*arguments, **named), "mismatches": 2}
-
-    monkeypatch.setattr(stand_in.Replay, "run", corrupting)
+    monkeypatch.setattr(
+        stand_in.Replay, "run", lambda *args, **named: {**run(*args, **named), "mismatches": 2}
+    )
     with pytest.raises(RuntimeError, match="2 blocks changed"):
         traces.measure("offload_streams vramx", harness.Options(quick=True))
 
@@ -201,10 +194,8 @@ def test_core_asks_for_every_load_it_names(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(core, "load_core", lambda: SimpleNamespace(benchmark_core=benchmark_core))
     for case in core.cases(harness.Options()):
         found = core.measure(case, harness.Options())
-        assert [(item.metric, len(item.values)) for item in found] == [
-            ("ns_per_operation", 7),
-            ("bytes_per_block", 7),
-        ]
+        assert [item.metric for item in found] == ["ns_per_operation", "bytes_per_block"]
+        assert [len(item.values) for item in found] == [7, 7]
     assert {load["live_blocks"] for load in asked} == set(core.LIVE_BLOCKS)
     assert {load["threads"] for load in asked} == set(core.THREADS)
     assert all(load["operations"] >= 4 * load["live_blocks"] for load in asked)

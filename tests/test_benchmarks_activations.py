@@ -1,7 +1,8 @@
-"""The benchmark of activation compression: its models, what it measures, its goals and its rows."""
+"""The benchmarks of activation compression and of pretrained weights: models, figures, rows."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import threading
 from collections.abc import Callable
@@ -14,8 +15,8 @@ import pytest
 import torch
 from program_stand_ins import ON_CPU, ended_with, figures_of, line, rows, run_tiny
 
-from benchmarks import activations
-from benchmarks.harness import RowWriter
+from benchmarks import activations, harness, real_weights
+from benchmarks.harness import Measurement, Options, Request, RowWriter, UnavailableError
 from benchmarks.models_workloads import WORKLOADS, Text, build
 from benchmarks.programs import _activations, _cases, _launch
 from benchmarks.programs._launch import PROGRAMS, Job, Outcome
@@ -186,3 +187,50 @@ def test_the_host_s_time_is_divided_by_what_is_packed(
     assert found["plainvit int8", "host_us_per_packed"] == pytest.approx([2000 / packed])
     assert found["plainvit int4", "host_us_per_packed"] == pytest.approx([6000 / packed])
     assert ("plainvit exact", "host_us_per_packed") not in found
+
+
+# --- pretrained weights ---------------------------------------------------------------------------
+
+
+def test_what_nearly_cancels_is_apart_and_what_is_off_everywhere_is_not() -> None:
+    usual = {f"weight {i}": 0.9998 for i in range(8)}
+    judged, apart = real_weights.split({**usual, "bias": 0.2}, {**usual, "bias": 0.9})
+    assert (len(judged), apart) == (8, [0.2])
+    everywhere = dict.fromkeys(usual, 0.98)
+    judged, apart = real_weights.split(usual, everywhere)
+    assert (len(judged), apart) == (8, [])
+
+
+def test_figures_of_a_way_are_rows_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, writer: RowWriter, tmp_path: Path
+) -> None:
+    def run_case(name: str, case: str, *_: Any) -> tuple[list[Measurement], str]:
+        found = [(f"{way}/cosine_least", 0.9995) for way in real_weights.WAYS]
+        return [Measurement(metric, "1", [value]) for metric, value in found], "ok"
+
+    monkeypatch.setattr(harness, "run_case", run_case)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    request = Request(only=("key_biases",))
+    parts, is_good = real_weights.run_all(Options(), request, writer)
+    assert is_good
+    assert parts[0].row_count == len(real_weights.WAYS)  # type: ignore[union-attr]
+    rows = (tmp_path / "rows.csv").read_text()
+    assert "key_biases recompute_all,cosine_least" in rows
+
+
+def test_a_case_that_crashes_is_a_row_and_no_success(
+    monkeypatch: pytest.MonkeyPatch, writer: RowWriter, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(harness, "run_case", lambda *_: ([], "failed: why"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    _, is_good = real_weights.run_all(Options(quick=True), Request(), writer)
+    assert not is_good
+    assert "pretrained" in (tmp_path / "rows.csv").read_text()
+
+
+def test_without_its_packages_it_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, writer: RowWriter
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match="all_minilm_l6_v2"):
+        real_weights.run_all(Options(), Request(), writer)

@@ -95,25 +95,17 @@ def test_each_kind_of_call_has_its_goal(case: str, ours: float, is_met: bool | N
     assert [verdict.is_met for verdict in torch_calls.goals(times)] == [is_met]
 
 
-def test_a_process_that_crashes_keeps_what_it_measured(writer: RowWriter, tmp_path: Path) -> None:
-    def launch(allocators: Sequence[Allocator]) -> list[Outcome]:
-        before = (call_report("first raw", [50.0], allocators[0].name),)
-        return [Outcome("failed: killed by SIGSEGV", before, 1.0)]
-
-    times, has_failed = torch_calls.measure_in_turn(1, launch, writer, [VRAMX])
+@pytest.mark.parametrize("reported", ["vramx", "native"])
+def test_a_process_that_fails_keeps_what_it_measured_but_of_another_allocator(
+    writer: RowWriter, tmp_path: Path, reported: str
+) -> None:
+    failed = Outcome("failed", (call_report("first raw", [50.0], reported),), 1.0)
+    times, has_failed = torch_calls.measure_in_turn(1, lambda _: [failed], writer, [VRAMX])
     assert has_failed
-    assert times == {("first raw", "vramx"): [50.0]}
-    assert [row["case"] for row in rows(tmp_path)] == ["all vramx 1", "first raw vramx 1"]
-
-
-def test_times_of_another_allocator_are_not_taken(writer: RowWriter) -> None:
-    def launch(_: Sequence[Allocator]) -> list[Outcome]:
-        fallen_back = (call_report("first raw", [50.0], "native"),)
-        return [Outcome("failed: the allocator was native, not vramx", fallen_back, 1.0)]
-
-    times, has_failed = torch_calls.measure_in_turn(1, launch, writer, [VRAMX])
-    assert has_failed
-    assert times == {}
+    is_ours = reported == "vramx"
+    assert times == ({("first raw", "vramx"): [50.0]} if is_ours else {})
+    kept = ["first raw vramx 1"] if is_ours else []
+    assert [row["case"] for row in rows(tmp_path)] == ["all vramx 1", *kept]
 
 
 def test_the_replay_compiles_against_the_installed_torch() -> None:

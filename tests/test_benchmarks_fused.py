@@ -148,9 +148,8 @@ def test_fewer_blocks_run_and_all_are_back_afterwards() -> None:
     full = saved_bytes(arena, subject)
     with arena.fewer_blocks(subject) as fewer:
         assert fewer == 1
-        assert (
-            saved_bytes(arena, subject) * LAYERS == full
-        )  # they save alike, and nothing else does
+        # They save alike, and nothing else does.
+        assert saved_bytes(arena, subject) * LAYERS == full
     assert saved_bytes(arena, subject) == full
 
 
@@ -218,11 +217,8 @@ def test_what_liger_replaces_is_in_place_in_its_own_steps_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = SimpleNamespace(turn="torch's", norm="torch's")
-
-    def apply(**_: Any) -> None:
-        source.turn = "Liger's"
-
-    module = SimpleNamespace(apply_liger_kernel_to_llama=apply)
+    apply = vars(source).update
+    module = SimpleNamespace(apply_liger_kernel_to_llama=lambda **_: apply(turn="Liger's"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", module)
     monkeypatch.setitem(sys.modules, "transformers.models.llama.modeling_llama", source)
     arena = make_arena()

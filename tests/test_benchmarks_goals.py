@@ -13,9 +13,12 @@ from benchmarks.harness import Options, Request, UnavailableError
 from benchmarks.programs import _launch
 from benchmarks.programs._cases import Figures, Goal
 from vramx.errors import InvalidValueError
+from vramx.sizes import GIB
 
 NAN = float("nan")
 B1, B2 = "llama budget 1", "llama budget 2"
+SUMS, PREDICT = "sums llama native", "predict llama int8"
+TIMED, HOST = "overhead resnet50", "overhead small_layers"
 GOOD: dict[str, Figures] = {
     "activations": {
         ("llama exact", "loss_seed_deviation"): [0.1],
@@ -61,6 +64,34 @@ GOOD: dict[str, Figures] = {
         (B2, "peak_bytes"): [185.0],
         (B2, "step_ms"): [20.1, 30.1, 31.0],  # and for two; within the noise
     },
+    "seeing sums": {
+        (SUMS, "categories_bytes"): [3.0 * GIB],
+        (SUMS, "requested_left_bytes"): [0],
+        (SUMS, "allocated_left_bytes"): [0],
+        (SUMS, "device_off"): [-0.019],
+    },
+    "seeing predict": {
+        (PREDICT, "said_bytes"): [1.029 * GIB],
+        (PREDICT, "held_bytes"): [1.0 * GIB],
+        (PREDICT, "said_allocated_bytes"): [1.029 * GIB],
+        (PREDICT, "held_allocated_bytes"): [1.0 * GIB],
+    },
+    "seeing confirm": {
+        (f"confirm {kind}", metric): [value]
+        for kind in range(10)
+        for metric, value in (("remedies", 2.0), ("expandable_off", 0.019), ("vramx_off", -0.019))
+    },
+    "seeing overhead": {
+        (TIMED, "never_ms"): [100.0, 101.0, 99.0],
+        (TIMED, "off_ms"): [100.0, 150.0, 100.0],  # a machine that is slow for a round
+        (TIMED, "on_ms"): [102.9, 154.0, 102.0],
+        (TIMED, "hooks_left"): [0],
+        (HOST, "off_ms"): [10.0, 10.0, 10.0],
+        (HOST, "on_ms"): [14.0, 14.0, 14.0],
+        (HOST, "history_ms"): [15.0, 14.0, 14.0],
+        (HOST, "history_python_ms"): [12.0, 12.0, 12.0],
+        (HOST, "hooks_left"): [0],
+    },
     "real_weights": {
         ("pretrained bfloat16", "cosine_least"): [0.99],  # what is compared with has no goal
         ("pretrained hooks", "cosine_least"): [0.9994],
@@ -74,6 +105,9 @@ def goals(name: str, figures: Figures) -> list[Goal]:
     if name == "fused":
         judged = fused.judge(figures)
         return [(goal.case, goal.metric, goal.most, is_met) for goal, _, is_met in judged]
+    if name.startswith("seeing"):
+        _, judge = seeing.GROUPS[name.split()[1]]
+        return [(each.case, each.metric, each.value or 0, each.is_met) for each in judge(figures)]
     return list(harness.load(name).goals(figures))
 
 
@@ -81,20 +115,25 @@ def missed(name: str, figures: Figures) -> list[str]:
     return [metric for _, metric, _, is_met in goals(name, figures) if not is_met]
 
 
+def table_lines(name: str, figures: Figures) -> int:
+    module = harness.load(name)
+    table = module.table if name in ("fused", "plan") else module.SHEET.table
+    judged = [fused.judge(figures)] if name == "fused" else []
+    return int(table(figures, *judged).row_count)
+
+
 @pytest.mark.parametrize(
     ("name", "count", "lines"),
     [
         *(("activations", 6, 4), ("budgets", 4, 2), ("plan", 6, 2), ("real_weights", 3, 3)),
-        ("fused", 8, 7),
+        *(("fused", 8, 7), ("seeing sums", 3, None), ("seeing predict", 2, None)),
+        *(("seeing confirm", 21, None), ("seeing overhead", 6, None)),
     ],
 )
-def test_good_figures_meet_every_goal(name: str, count: int, lines: int) -> None:
+def test_good_figures_meet_every_goal(name: str, count: int, lines: int | None) -> None:
     assert len(goals(name, GOOD[name])) == count
     assert missed(name, GOOD[name]) == []
-    module = harness.load(name)
-    table = module.table if name in ("fused", "plan") else module.SHEET.table
-    judged = [fused.judge(GOOD[name])] if name == "fused" else []
-    assert table(GOOD[name], *judged).row_count == lines
+    assert lines is None or table_lines(name, GOOD[name]) == lines
 
 
 @pytest.mark.parametrize(
@@ -130,21 +169,51 @@ def test_good_figures_meet_every_goal(name: str, count: int, lines: int) -> None
         ("plan", B2, "predicted_bytes", 170.0, "peak_of_prediction"),
         ("plan", B2, "step_ms", 21.5, "step_of_smaller_budget"),
         ("plan", B2, "step_ms", NAN, "step_of_smaller_budget"),
+        ("seeing sums", SUMS, "requested_left_bytes", 1, "requested_left_bytes"),
+        ("seeing sums", SUMS, "allocated_left_bytes", -512, "allocated_left_bytes"),
+        ("seeing sums", SUMS, "device_off", 0.021, "device_off"),
+        ("seeing predict", PREDICT, "held_bytes", 1.07 * GIB, "predicted_off"),
+        ("seeing predict", PREDICT, "said_bytes", [], "predicted_off"),
+        ("seeing predict", PREDICT, "held_allocated_bytes", 1.07 * GIB, "predicted_allocated_off"),
+        ("seeing confirm", "confirm 3", "vramx_off", 0.021, "vramx_off kinds_confirmed"),
+        ("seeing confirm", "confirm 3", "remedies", 3.0, "kinds_confirmed"),
+        ("seeing confirm", "confirm 3", "remedies", 0.0, "kinds_confirmed"),
+        ("seeing overhead", TIMED, "on_ms", [104.0, 156.0, 104.0], "on_of_off"),
+        ("seeing overhead", TIMED, "never_ms", 98.0, "off_of_never"),
+        ("seeing overhead", TIMED, "hooks_left", 1, "hooks_left"),
+        ("seeing overhead", HOST, "on_ms", 14.1, "event_of_torchs"),
+        ("seeing overhead", HOST, "history_ms", [], "event_of_torchs"),
+        ("seeing overhead", HOST, "history_python_ms", [], "event_of_stacks"),
         ("real_weights", "pretrained hooks", "cosine_least", 0.9992, "cosine_least"),
         ("real_weights", "pretrained hooks", "bytes_per_element", 1.06, "bytes_per_element"),
         ("real_weights", "key_biases int8", "cosine_least", 0.9989, "cosine_least"),
     ],
 )
 def test_each_goal_can_be_missed(
-    name: str, case: str, metric: str, value: float, goal: str
+    name: str, case: str, metric: str, value: float | list[float], goal: str
 ) -> None:
     good = GOOD[name]
-    assert missed(name, {**good, (case, metric): [value] * len(good[case, metric])}) == [goal]
+    values = value if isinstance(value, list) else [value] * len(good[case, metric])
+    assert missed(name, {**good, (case, metric): values}) == goal.split()
+
+
+@pytest.mark.parametrize("case", [B1, B2])
+def test_a_plan_that_was_not_timed_misses_its_goal(case: str) -> None:
+    figures = {key: values for key, values in GOOD["plan"].items() if key != (case, "step_ms")}
+    found = [(name, metric) for name, metric, _, is_met in goals("plan", figures) if not is_met]
+    assert found == [(case, "step_of_smaller_budget")]
+    assert table_lines("plan", figures) == 2
 
 
 def test_what_was_not_measured_is_missed() -> None:
     alone = {key: values for key, values in GOOD["budgets"].items() if key[1] == "budget_bytes"}
     assert len(missed("budgets", alone)) == 4
+    sums = GOOD["seeing sums"].items()
+    without = {key: values for key, values in sums if key[1] == "categories_bytes"}
+    assert missed("seeing sums", without) == ["requested_left_bytes", "allocated_left_bytes"]
+    missing = ["predicted_off", "predicted_allocated_off"]
+    assert missed("seeing predict", {(PREDICT, "held_bytes"): [1.0]}) == missing
+    assert missed("seeing confirm", {}) == ["kinds_confirmed"]
     rest = {key: v for key, v in GOOD["fused"].items() if not key[0].startswith("llama liger")}
     cases = [case for case, _, _, is_met in goals("fused", rest) if not is_met]
     assert cases == ["llama int8", "llama recompute_mlp", "llama recompute_all"]

@@ -1,4 +1,4 @@
-"""The arithmetic of the kernels' benchmark; what it measures needs a GPU."""
+"""The benchmarks of kernels, whose arithmetic needs no GPU, and of the host time of hooks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import kernels  # noqa: E402
+from benchmarks import hooks, kernels  # noqa: E402
 from benchmarks.harness import Options, UnavailableError  # noqa: E402
 from benchmarks.programs import _fused_kernels  # noqa: E402
+from vramx.compression.codec import codec  # noqa: E402
 from vramx.sizes import GIB, MIB  # noqa: E402
 
 
@@ -98,3 +99,30 @@ def test_fused_kernels_are_measured_up_to_one_gibibyte() -> None:
         _fused_kernels.MAKERS
     )
     assert set(kernels.subjects("4GiB")) == set(kernels.codec_subjects())
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+def test_every_case_has_an_operation_of_which_hooks_pack_something() -> None:
+    subjects = hooks.subjects(CPU)
+    assert hooks.cases(Options()) == list(subjects)
+    with hooks.kernels_left_out():
+        assert all(hooks.tensors_packed(subject, CPU) >= 1 for subject in subjects.values())
+
+
+def test_a_case_has_a_time_of_packing_and_of_unpacking() -> None:
+    pack, unpack, packed = hooks.measure("gelu", Options(quick=True))
+    assert (pack.metric, unpack.metric) == ("host_pack_us", "host_unpack_us")
+    assert len(pack.values) == len(unpack.values) == 5
+    assert packed.values == [1.0]
+
+
+def test_kernels_are_back_afterwards() -> None:
+    before = codec._launch
+    with hooks.kernels_left_out():
+        assert codec._launch(CPU) is not None
+    assert codec._launch is before

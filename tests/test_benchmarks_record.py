@@ -9,6 +9,7 @@ import math
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     """Return what makes a snapshot file torch's history."""
 
     def record(snapshot: Path) -> None:
-        def dump(path: str) -> None:
-            shutil.copy(snapshot, path)
-
-        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+        copy = partial(shutil.copy, snapshot)
+        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", copy)
 
     return record
 
@@ -80,14 +79,9 @@ def test_a_history_becomes_requested_bytes_on_numbered_streams(
 
 
 def test_a_trace_that_frees_twice_is_refused() -> None:
-    twice = Trace(
-        name="t",
-        op=np.array([0, FREE_COMPLETED, FREE_COMPLETED], np.uint8),
-        id=np.zeros(3, np.uint32),
-        size=np.full(3, 512, np.uint64),
-        stream=np.zeros(3, np.uint8),
-        time_us=np.zeros(3, np.uint32),
-    )
+    ops, zeros = np.array([0, FREE_COMPLETED, FREE_COMPLETED], np.uint8), np.zeros(3, np.uint32)
+    sizes, streams = np.full(3, 512, np.uint64), np.zeros(3, np.uint8)
+    twice = Trace("t", ops, zeros, sizes, streams, zeros.copy())
     with pytest.raises(TraceError):
         _record.describe(twice)
 

@@ -70,15 +70,12 @@ def test_a_leak_of_host_memory_is_noticed() -> None:
 
 
 def sample(**changes: int) -> soak.Sample:
-    figures = {
-        "calls": 0,
-        "rss_bytes": 10 << 20,
-        "held_bytes": 0,
-        "aliases": 1,
-        "alias_mappings": 8,
-        "host_bytes": 1 << 20,
-    }
-    return soak.Sample(**{**figures, **changes})
+    figures = {"calls": 0, "rss_bytes": 10 << 20, "held_bytes": 0, "host_bytes": 1 << 20}
+    return soak.Sample(**{**figures, "aliases": 1, "alias_mappings": 8, **changes})
+
+
+def live_bytes(current: int) -> dict[str, Any]:
+    return {"allocated_bytes": {"all": {"current": current}}}
 
 
 def clean_run() -> soak.Run:
@@ -94,7 +91,7 @@ def clean_run() -> soak.Run:
             "undisturbed_live_bytes": 1 << 29,
             "undisturbed_reserved_bytes": 1 << 30,
         },
-        stats={"allocated_bytes": {"all": {"current": 0}}},
+        stats=live_bytes(0),
         check="",
         held_bytes_at_end=0,
         most_alias_mappings=8,
@@ -110,10 +107,7 @@ def changed(run: soak.Run, **progress: int) -> soak.Run:
     [
         (changed(clean_run(), broken=2), "2 answers were wrong"),
         (dataclasses.replace(clean_run(), check="span 4: ..."), "check: span 4"),
-        (
-            dataclasses.replace(clean_run(), stats={"allocated_bytes": {"all": {"current": 512}}}),
-            "512 bytes are live",
-        ),
+        (dataclasses.replace(clean_run(), stats=live_bytes(512)), "512 bytes are live"),
         (dataclasses.replace(clean_run(), held_bytes_at_end=1), "1 bytes are held"),
         (changed(clean_run(), undisturbed_reserved_bytes=(1 << 30) + 1), "were reserved"),
         (dataclasses.replace(clean_run(), most_alias_mappings=7), "aliases took 8 mappings of 7"),

@@ -101,7 +101,7 @@ def test_the_better_of_torchs_allocators_is_the_measure_of_each_goal(
     assert [found.is_met for found in streams.judge(["prefetch"], alone)] == met
 
 
-def test_where_the_host_runs_away_its_time_alone_has_a_goal() -> None:
+def test_only_its_time_has_a_goal_where_the_host_runs_away() -> None:
     verdicts = streams.judge(["runaway", "prefetch"], {})
     judged = [(each.case, each.metric) for each in verdicts]
     assert judged == [

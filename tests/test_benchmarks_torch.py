@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from program_stand_ins import (
@@ -25,7 +27,6 @@ from benchmarks.harness import RowWriter
 from benchmarks.programs import _launch
 from benchmarks.programs._launch import Job, Outcome
 from benchmarks.programs._verdicts import Program
-from vramx.cli.main import main
 from vramx.sizes import GIB
 
 TOY_GOOD, TOY_BAD = Program("good", has_fixed_shapes=True), Program("bad")
@@ -108,6 +109,12 @@ def test_the_cap_becomes_a_fraction_of_the_gpu(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [(0.25, 0)]
 
 
+def lane(
+    writer: RowWriter, ended: Callable[[Launched], Outcome], repeats: int = 1
+) -> torch_programs.Lane:
+    return torch_programs.Lane(repeats, 60.0, writer, FAKE, launcher(ended))
+
+
 def test_programs_run_in_turn_and_then_under_a_cap(writer: RowWriter, tmp_path: Path) -> None:
     turns: list[tuple[str, int | None, int]] = []
 
@@ -115,8 +122,7 @@ def test_programs_run_in_turn_and_then_under_a_cap(writer: RowWriter, tmp_path: 
         turns.append((launched.job.allocator.name, launched.cap_bytes, writer.count))
         return outcome(launched.job.allocator.name)
 
-    lane = torch_programs.Lane(2, 60.0, writer, FAKE, launcher(ended))
-    runs = list(lane.runs([Program("toy")], "0"))
+    runs = list(lane(writer, ended, repeats=2).runs([Program("toy")], "0"))
     cap_bytes = int(1.03 * 10 * GIB)
     assert [(name, cap) for name, cap, _ in turns] == [
         *(("native", None), ("expandable", None), ("vramx", None)),
@@ -149,8 +155,7 @@ def test_a_program_with_its_own_cap_always_has_it(writer: RowWriter) -> None:
         caps.append(launched.cap_bytes)
         return outcome(launched.job.allocator.name, extra={"batch_size": 16})
 
-    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launcher(ended))
-    runs = list(lane.runs([Program("search", cap_bytes=GIB)], "0"))
+    runs = list(lane(writer, ended).runs([Program("search", cap_bytes=GIB)], "0"))
     assert caps == [GIB] * 3
     assert not any(run.is_capped for run in runs)
 
@@ -162,8 +167,8 @@ def test_a_compiled_program_runs_once_before_it_counts(writer: RowWriter, tmp_pa
         turns.append(launched.job.allocator.name)
         return good(launched)
 
-    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launcher(ended))
-    assert len(list(lane.runs([Program("toy", compiles=True)], "0"))) == len(turns) - 1
+    runs = list(lane(writer, ended).runs([Program("toy", compiles=True)], "0"))
+    assert len(runs) == len(turns) - 1
     assert turns[:2] == ["native", "native"]
     assert sum(row["metric"] == "step_ms" for row in rows(tmp_path)) == len(turns) - 1
 
@@ -179,9 +184,8 @@ def test_all_runs_of_a_program_stay_on_one_gpu(writer: RowWriter) -> None:
         used.setdefault(job.script.stem, set()).add(job.gpu)
         return outcome(launched.job.allocator.name)
 
-    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launcher(ended))
     programs = [Program(name) for name in "abcd"]
-    runs = torch_programs.spread(programs, ["5", "6"], lane)
+    runs = torch_programs.spread(programs, ["5", "6"], lane(writer, ended))
     assert [run.program.name for run in runs[::7]] == ["a", "b", "c", "d"]
     assert all(len(gpus) == 1 for gpus in used.values())
     assert set().union(*used.values()) == {"5", "6"}
@@ -194,9 +198,8 @@ def test_what_goes_wrong_outside_of_a_program_stops_all(writer: RowWriter) -> No
         assert launched.stop.wait(30)
         return outcome(status="failed: stopped")
 
-    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launcher(ended))
     with pytest.raises(OSError, match="no space left"):
-        torch_programs.spread([Program("a"), Program("b")], ["0", "1"], lane)
+        torch_programs.spread([Program("a"), Program("b")], ["0", "1"], lane(writer, ended))
     assert writer.count == 0
 
 
@@ -217,13 +220,10 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_command_writes_rows_and_shows_the_verdicts(
-    toys: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = toys / "rows.csv"
-    arguments = ["--only", "good", "--repeats", "2", "-o", str(target)]
-    assert main(["bench", "torch_programs", *arguments]) == 0
-    shown = capsys.readouterr().out
+def test_the_command_writes_rows_and_shows_the_verdicts(toys: Path, run: Any) -> None:
+    arguments = ["--only", "good", "--repeats", "2", "-o", toys / "rows.csv"]
+    code, shown, _ = run("bench", "torch_programs", *arguments)
+    assert code == 0
     assert "good" in shown
     assert "MISSED" not in shown
     found = rows(toys)
@@ -233,24 +233,18 @@ def test_the_command_writes_rows_and_shows_the_verdicts(
     assert caps == [0] * 7 + [int(1.03 * 10 * GIB)] * 3
 
 
-def test_the_command_fails_when_a_program_does(
-    toys: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--jobs", "2", "--repeats", "1", "-o", str(toys / "rows.csv")]
-    assert main(["bench", "torch_programs", *arguments]) == 1
-    assert "bad native 1: failed: it does not work" in capsys.readouterr().err
+def test_the_command_fails_when_a_program_does(toys: Path, run: Any) -> None:
+    arguments = ["--jobs", "2", "--repeats", "1", "-o", toys / "rows.csv"]
+    code, _, said = run("bench", "torch_programs", *arguments)
+    assert code == 1
+    assert "bad native 1: failed: it does not work" in said
     statuses = {row["case"].split()[0]: row["status"] for row in rows(toys)}
     assert statuses == {"good": "ok", "bad": "failed: it does not work"}
 
 
 @pytest.mark.parametrize("arguments", [["--only", "nothing"], ["--jobs", "3"], ["--jobs", "0"]])
-def test_the_command_refuses_what_is_not_there(
-    toys: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    try:
-        code = main(["bench", "torch_programs", *arguments, "-o", str(toys / "rows.csv")])
-    except SystemExit as error:  # argparse's own refusal
-        code = int(error.code or 0)
+def test_the_command_refuses_what_is_not_there(toys: Path, run: Any, arguments: list[str]) -> None:
+    code, _, said = run("bench", "torch_programs", *arguments, "-o", toys / "rows.csv")
     assert code == 2
-    assert "accepted are" in capsys.readouterr().err
+    assert "accepted are" in said
     assert not (toys / "rows.csv").exists()

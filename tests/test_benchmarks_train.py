@@ -19,6 +19,10 @@ from benchmarks.programs._longest import FULL, Tried, next_length
 from benchmarks.programs._window import windowed
 from vramx.sizes import GIB
 
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
+
 
 def figures(**speeds: float) -> Any:
     found = {}
@@ -87,7 +91,7 @@ def test_no_step_is_begun_that_takes_longer_than_it_may() -> None:
     assert next_length(tried, 0, 33_000, 1e9, 2) is None
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@needs_transformers
 @pytest.mark.parametrize("row", ["3b_24_half", "3b_12_plan"])
 def test_a_row_trains_and_reports(row: str) -> None:
     metrics = metrics_of(row)
@@ -97,13 +101,13 @@ def test_a_row_trains_and_reports(row: str) -> None:
     assert all(4 < loss < 7 for loss in metrics["loss"])  # log(300) = 5.7
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@needs_transformers
 @pytest.mark.parametrize("row", ["3b_24_longest", "3b_80_longest_liger"])
 def test_a_row_of_the_longest_sequence_goes_to_the_end(row: str) -> None:
     assert metrics_of(row)["longest_tokens"] == [128]
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@needs_transformers
 def test_blocks_are_fused_within_a_window() -> None:
     """They are tried on the host before, where the kernel that has a window does not run."""
     from transformers import AutoModelForCausalLM
@@ -122,7 +126,7 @@ def metrics_of(row: str) -> dict[str, list[float]]:
     return {line["metric"]: line["values"] for line in lines}
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@needs_transformers
 @pytest.mark.parametrize("way", ["exact", "flash_recompute_all", "nearest"])
 def test_a_recipe_learns_and_reports(way: str) -> None:
     losses = losses_of(way)
@@ -130,7 +134,7 @@ def test_a_recipe_learns_and_reports(way: str) -> None:
     assert all(4 < loss < 7 for (loss,) in losses.values())  # log(256) = 5.5
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@needs_transformers
 def test_recipes_begin_with_the_same_weights_and_batches() -> None:
     exact, found = (losses_of(way)["validation_loss_at_2"][0] for way in ("exact", "nearest"))
     assert found == pytest.approx(exact, abs=0.02)

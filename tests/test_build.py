@@ -1,4 +1,4 @@
-"""The build does what is needed and no more, and says in one line what is missing."""
+"""The build does what is needed and no more, says in one line what is missing, and packs all."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from types import ModuleType
 
 import pytest
 from child_processes import python
+
+import vramx
+from vramx.allocator import shim_build, toolchain
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -235,3 +238,45 @@ def test_a_venv_is_brought_up_to_the_pins_once(
     (tmp_path / "pins").write_text("a==2\n")
     environment.complete_venv(["a"])
     assert len(asked) == 3
+
+
+# --- the package ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a wheel would hold, but for the compiled core."""
+    folder = tmp_path_factory.mktemp("packed")
+    # Beside the checkout's own build folder, which another test may be using.
+    beside = ["build_py", "--build-lib", str(folder), "egg_info", "--egg-base", str(folder)]
+    done = python("setup.py", "--quiet", *beside, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_sources_of_the_shim_travel_in_the_wheel(packed: Path) -> None:
+    ours = ROOT / "csrc"
+    wanted = {
+        path.relative_to(ours)
+        for pattern in shim_build.SOURCE_PATTERNS
+        for path in ours.glob(pattern)
+    }
+    found = packed / "vramx" / "csrc"
+    assert wanted == {path.relative_to(found) for path in found.rglob("*") if path.is_file()}
+    assert Path("process/allocators.h") in wanted
+
+
+def test_the_entry_point_and_the_modules_version_travel_in_the_wheel(packed: Path) -> None:
+    (about,) = packed.glob("*.egg-info")
+    entry_points = (about / "entry_points.txt").read_text()
+    assert "[torch.backends]\nvramx = vramx._autoload:_autoload" in entry_points
+    assert f"\nVersion: {vramx.__version__}\n" in (about / "PKG-INFO").read_text()
+
+
+def test_a_package_that_came_in_a_wheel_finds_its_sources(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not (ROOT / "csrc" / "torch").is_dir():
+        pytest.skip("this checkout has no shim")
+    monkeypatch.setattr(toolchain, "_PACKAGE", packed / "vramx")
+    assert toolchain.find_sources() == packed / "vramx" / "csrc"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from simulated import MIB
-from test_track import Cuda
+from simulated_cuda import Cuda
 from torch import nn
 
 from vramx import callbacks
@@ -95,37 +95,34 @@ def trainer(model: nn.Module, memory: Any, folder: Path, **options: Any) -> Any:
     return transformers.Trainer(model, arguments, train_dataset=batches(4), callbacks=[memory])
 
 
+@pytest.mark.parametrize(
+    ("options", "has_cuda", "expected"),
+    [
+        pytest.param({}, True, [2, 8, 4, 6], id="each step"),
+        pytest.param({"gradient_accumulation_steps": 2}, True, [8, 6], id="of all its batches"),
+        pytest.param({}, False, [], id="without CUDA nothing"),
+    ],
+)
 def test_transformers_logs_the_peak_of_each_step(
-    cuda: Cuda, tmp_path: Path, recorders: Recorders
+    cuda: Cuda, tmp_path: Path, options: dict[str, int], has_cuda: bool, expected: list[int]
 ) -> None:
     pytest.importorskip("transformers")
-    memory = callbacks.TransformersMemory(record=tmp_path / "run.pickle")
-    loop = trainer(Spiking(cuda, [2, 8, 4, 6]), memory, tmp_path)
+    cuda.initialised = has_cuda
+    loop = trainer(Spiking(cuda, [2, 8, 4, 6]), callbacks.TransformersMemory(), tmp_path, **options)
     loop.train()
-    logged = [entry[PEAK] // MIB for entry in loop.state.log_history if "loss" in entry]
-    assert logged == [2, 8, 4, 6]
+    told = [entry for entry in loop.state.log_history if PEAK in entry]
+    assert [entry[PEAK] // MIB for entry in told if "loss" in entry] == expected
+    assert bool(told) == has_cuda
+
+
+def test_transformers_records_its_run(cuda: Cuda, tmp_path: Path, recorders: Recorders) -> None:
+    pytest.importorskip("transformers")
+    memory = callbacks.TransformersMemory(record=tmp_path / "run.pickle")
+    trainer(Spiking(cuda, [2, 8, 4, 6]), memory, tmp_path).train()
     assert memory.highest is not None
     assert memory.highest.peak_bytes == 8 * MIB
     assert recorders.done == [(tmp_path / "run.pickle", True, True), "start", "stop"]
     assert not track._regions
-
-
-def test_transformers_step_has_all_batches_that_it_accumulates(cuda: Cuda, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    memory = callbacks.TransformersMemory()
-    loop = trainer(Spiking(cuda, [2, 8, 4, 6]), memory, tmp_path, gradient_accumulation_steps=2)
-    loop.train()
-    logged = [entry[PEAK] // MIB for entry in loop.state.log_history if "loss" in entry]
-    assert logged == [8, 6]
-
-
-def test_transformers_without_cuda_logs_nothing(cuda: Cuda, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    cuda.initialised = False
-    memory = callbacks.TransformersMemory()
-    loop = trainer(Spiking(cuda, [2, 8, 4, 6]), memory, tmp_path)
-    loop.train()
-    assert not any(PEAK in entry for entry in loop.state.log_history)
 
 
 # -- Lightning -------------------------------------------------------------------------------------

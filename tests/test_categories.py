@@ -101,7 +101,7 @@ def test_what_memory_was_seen_to_be_goes_first(category: str, born: float) -> No
     assert found(born, 200, STEP_OF_TRAINING, named) == Found(category, "name")
 
 
-def test_of_what_was_seen_the_first_category_and_the_name_or_else_the_module_goes_first() -> None:
+def test_the_first_category_seen_goes_first_with_its_name_or_else_its_module() -> None:
     both = seen(110, OPTIMIZER, "b"), seen(111, PARAMETERS, "a")
     assert found(5, 200, STEP_OF_TRAINING, *both) == Found(PARAMETERS, "a")
     assert found(25, 60, STEP_OF_TRAINING, seen(26, PACKED)) == Found(PACKED, "layer")
@@ -134,7 +134,7 @@ def test_a_size_that_tensors_have_is_a_workspaces_once_backward_has_left_it() ->
     assert named == Found(OPTIMIZER, "a")
 
 
-def test_of_a_size_that_tensors_have_one_of_forward_and_one_of_backward_are_workspaces() -> None:
+def test_one_of_forward_and_one_of_backward_are_workspaces_among_tensors_of_their_size() -> None:
     born = [26, 25, 27, 56, 55]
     kept = [Allocation(4096 * i, SMALL_WORKSPACE, born[i], math.inf) for i in range(5)]
     found_ = categorize(kept, Log(STEP_OF_TRAINING), [SMALL_WORKSPACE])

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import event
 from snapshot_writer import KEPT, MIB, MODEL, Recording
+
+from vramx.memory.explain import Explanation, explain
+from vramx.memory.snapshot import Snapshot
 
 GIB = 1 << 30
 
@@ -63,20 +67,16 @@ def test_a_limit_that_is_not_recorded_is_bounded(run: Any, snapshots: Path) -> N
     assert "reproduces 58 of 58 recorded segment events, its reserved peak off by 0.0%" in text
 
 
-def test_what_the_device_had_free_is_the_limit(run: Any, tmp_path: Path) -> None:
-    report = explained(run, fragmented(tmp_path, device_free=10 * MIB))
-    assert report["capacity"] == {
-        "low_bytes": 290 * MIB,
-        "high_bytes": 290 * MIB,
-        "source": "device",
-    }
+def test_what_the_device_had_free_is_the_limit_and_each_remedy_has_its_line(
+    run: Any, tmp_path: Path
+) -> None:
+    path, free = fragmented(tmp_path, device_free=10 * MIB), 290 * MIB
+    report = explained(run, path)
+    assert report["capacity"] == {"low_bytes": free, "high_bytes": free, "source": "device"}
     assert report["cause"] == "fragmentation"
     assert fitting(report) == {"native": False, "expandable": False, "vramx": True}
     assert report["remedies"][0]["needs_bytes"] == 340 * MIB
-
-
-def test_the_line_to_write_stands_beside_each_remedy(run: Any, tmp_path: Path) -> None:
-    _, out, _ = run("explain", fragmented(tmp_path, device_free=10 * MIB))
+    _, out, _ = run("explain", path)
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in out
     assert "vramx run SCRIPT" in out
     assert "50.00 MiB more" in out
@@ -112,13 +112,8 @@ def test_what_a_replay_leaves_out_is_said(run: Any, tmp_path: Path) -> None:
     assert explained(run, path)["fidelity"]["unmodelled"] == ["max_split_size"]
     assert "Not replayed: max_split_size." in run("explain", path)[1]
     assert "Not replayed" not in run("explain", fragmented(tmp_path, 10 * MIB))[1]
-
-
-def test_an_action_of_a_later_torch_is_named(run: Any, tmp_path: Path) -> None:
     recording = Recording()
-    address = recording.alloc(4 * MIB, KEPT)
-    recording.events.append({"action": "move", "addr": address, "size": 1, "stream": 0})
-    recording.events[-1]["time_us"] = recording.events[-2]["time_us"]
+    recording.events.append(event("move", recording.alloc(4 * MIB, KEPT), 1))  # of a later torch
     recording.oom(8 * MIB, 2 * MIB)
     report = explained(run, recording.save(tmp_path / "oom.pickle"))
     said = ["events of an action that is not known, 'move'"]
@@ -202,3 +197,64 @@ def test_without_a_failure_the_peak_is_explained(run: Any, snapshots: Path) -> N
     needs = [remedy["needs_bytes"] for remedy in report["remedies"]]
     assert needs == sorted(needs, reverse=True)
     assert "no request failed" in run("explain", snapshots / "train.pickle")[1]
+
+
+# --- memory pools ---------------------------------------------------------------------------------
+
+
+POOL = (1, 0)
+BUFFER = 12 * MIB  # of which torch makes segments without a rest
+
+
+def explained_at(path: Path, recording: Recording, limit_bytes: int) -> Explanation:
+    return explain(Snapshot.load(recording.save(path)), capacity=limit_bytes)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "oom.pickle"
+
+
+def idle_pool(minor: int) -> Recording:
+    """A pool whose ten buffers are gone, ten outside of it, and an eleventh that does not fit."""
+    recording = Recording(minor)
+    for address in [recording.alloc(BUFFER, pool=POOL) for _ in range(10)]:
+        recording.free(address)
+    for _ in range(10):
+        recording.alloc(BUFFER)
+    recording.oom(BUFFER)
+    return recording
+
+
+@pytest.mark.parametrize("minor", [11, 13])
+def test_what_a_pool_holds_is_nobody_elses_under_any_policy(path: Path, minor: int) -> None:
+    why = explained_at(path, idle_pool(minor), 20 * BUFFER)
+    needs = {each.policy: each.needs_bytes for each in why.remedies}
+    assert needs["native"] == needs["vramx"] == 21 * BUFFER
+    assert needs["expandable"] == pytest.approx(21 * BUFFER, abs=40 * MIB)  # in pages of 20 MiB
+    assert not any(each.fits for each in why.remedies)
+
+
+def test_outside_of_a_pool_another_policy_may_help(path: Path) -> None:
+    recording = Recording()
+    for address in [recording.alloc(BUFFER, pool=POOL) for _ in range(10)]:
+        recording.free(address)
+    kept = [recording.alloc(BUFFER) for _ in range(10)]
+    for address in kept[::2]:
+        recording.free(address)
+    recording.oom(5 * BUFFER)  # as much as is free, in five pieces
+    why = explained_at(path, recording, 22 * BUFFER)
+    fits = {each.policy: each.fits for each in why.remedies}
+    assert fits["vramx"] is True
+    (vramx,) = (each for each in why.remedies if each.policy == "vramx")
+    assert vramx.expected_reserved_bytes == 20 * BUFFER
+
+
+def test_a_recording_all_in_a_pool_is_replayed_as_it_is(path: Path) -> None:
+    recording = Recording()
+    for _ in range(3):
+        recording.alloc(BUFFER, pool=POOL)
+    why = explained_at(path, recording, 10 * BUFFER)
+    assert {each.needs_bytes for each in why.remedies if each.policy != "expandable"} == {
+        3 * BUFFER
+    }

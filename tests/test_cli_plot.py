@@ -20,9 +20,13 @@ from vramx.memory.trace import Trace, load_trace
 
 
 @pytest.mark.usefixtures("core")
-def test_plot_writes_a_png(run: Any, traces: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_snapshot", [False, True], ids=["trace", "snapshot with its failure"])
+def test_plot_writes_a_png(
+    run: Any, traces: Path, snapshots: Path, tmp_path: Path, of_snapshot: bool
+) -> None:
     pytest.importorskip("matplotlib")
-    code, _, err = run("plot", traces / SMALL, "-o", tmp_path / "picture.png")
+    what = (snapshots / "oom.pickle", "--capacity", "4GiB") if of_snapshot else (traces / SMALL,)
+    code, _, err = run("plot", *what, "-o", tmp_path / "picture.png")
     assert (code, err) == (0, "")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -65,30 +69,25 @@ def test_the_map_covers_the_arena_once(traces: Path) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_demo_prints_two_tables_and_draws_a_picture(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_matplotlib", [True, False])
+def test_demo_prints_two_tables_and_draws_a_picture_where_it_can(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_matplotlib: bool
 ) -> None:
-    pytest.importorskip("matplotlib")
+    if has_matplotlib:
+        pytest.importorskip("matplotlib")
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.chdir(tmp_path)
-    code, out, err = run("demo")
-    assert (code, err) == (0, "")
-    for name in ("llama_varlen.npz", "unet3d_patch.npz"):
-        assert f"{name}: " in out
-    assert "vramx takes 32.594 GiB" in " ".join(out.split())
-    assert [path.name for path in tmp_path.iterdir()] == ["vramx-demo.png"]
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_demo_without_matplotlib_goes_without_a_picture(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, out, err = run("demo")
     assert code == 0
-    assert "unet3d_patch.npz: " in out
-    assert "no picture is drawn" in err
-    assert not list(tmp_path.iterdir())
+    assert all(f"{name}.npz: " in out for name in ("llama_varlen", "unet3d_patch"))
+    assert "vramx takes 32.594 GiB" in " ".join(out.split())
+    drawn = [path.name for path in tmp_path.iterdir()]
+    if has_matplotlib:
+        assert (drawn, err) == (["vramx-demo.png"], "")
+    else:
+        assert drawn == []
+        assert "no picture is drawn" in err
 
 
 @pytest.mark.usefixtures("core")
@@ -109,11 +108,9 @@ def test_a_failure_and_the_capacity_are_marked(snapshots: Path, traces: Path) ->
 
 
 def trace_at(*times_us: int) -> Trace:
-    count = len(times_us)
-    zeros = np.zeros(count, np.uint8)
-    ids = np.arange(count, dtype=np.uint32)
-    sizes = np.full(count, 512, np.uint64)
-    return Trace("made", zeros, ids, sizes, zeros.copy(), np.array(times_us, np.uint32))
+    times = np.array(times_us, np.uint32)
+    zeros, ids = np.zeros(times.shape, np.uint8), np.arange(len(times), dtype=np.uint32)
+    return Trace("made", zeros, ids, np.full(times.shape, 512, np.uint64), zeros.copy(), times)
 
 
 def test_a_long_stretch_without_events_is_a_pause_and_a_short_one_is_none() -> None:
@@ -143,17 +140,6 @@ def test_unused_is_the_share_of_what_is_held_that_is_not_live(traces: Path) -> N
     line = Timeline(np.arange(4.0), live, held)
     # Nothing held is nothing unused; a bucket may have more live than a model holds.
     assert unused_share(replace(result, timeline=line)).tolist() == [0, 25, 0, 0]
-
-
-@pytest.mark.usefixtures("core")
-def test_a_snapshot_is_drawn_as_png_with_what_it_marks(
-    run: Any, snapshots: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    target = tmp_path / "picture.png"
-    code, _, err = run("plot", snapshots / "oom.pickle", "--capacity", "4GiB", "-o", target)
-    assert (code, err) == (0, "")
-    assert target.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("core")

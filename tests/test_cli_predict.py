@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import assert_one_line_refusal
 
 PROGRAM = """
 import torch
 from torch import nn
 
-def makes_a_step():
+def makes_a_model():
     model = nn.Linear(1024, 1024, bias=False).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, torch.zeros(16, 1024, device="cuda"), optimizer
+
+def makes_a_step():
+    model, x, optimizer = makes_a_model()
     def step():
-        model(torch.zeros(16, 1024, device="cuda")).sum().backward()
+        model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return step
-
-def makes_a_model():
-    model = nn.Linear(1024, 1024, bias=False, device="cuda")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, torch.zeros(16, 1024, device="cuda"), optimizer
 
 MODEL = nn.Linear(1024, 1024, bias=False)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
@@ -60,18 +60,12 @@ def test_a_function_of_a_module_is_predicted(
     run: Any, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(script.parent)
-    code, out, _ = run("predict", "predicted_program:makes_a_step", "--policy", "live")
-    assert code == 0
-    assert out.splitlines()[0].split()[:2] == ["level", "live"]
-    assert "as it is" in out
-
-
-def test_the_report_goes_to_a_file(run: Any, script: Path, tmp_path: Path) -> None:
-    target = tmp_path / "report.json"
-    arguments = ("predict", f"{script}:makes_a_model", "--json", "-o", target)
-    assert run(*arguments)[0] == 0
-    assert json.loads(target.read_text())["schema"] == 1
-    assert run(*arguments)[0] == 2  # it exists
+    report = script.with_name("report")
+    words = ("predict", "predicted_program:makes_a_step", "--policy", "live", "-o", report)
+    assert run(*words) == (0, "", "")
+    assert report.read_text().splitlines()[0].split()[:2] == ["level", "live"]
+    assert "as it is" in report.read_text()
+    assert_one_line_refusal(*run(*words), "it exists")
 
 
 @pytest.mark.parametrize(
@@ -83,8 +77,4 @@ def test_the_report_goes_to_a_file(run: Any, script: Path, tmp_path: Path) -> No
     ],
 )
 def test_what_is_no_function_is_refused_in_one_line(run: Any, target: str, said: str) -> None:
-    code, out, err = run("predict", target)
-    assert (code, out) == (2, "")
-    assert err.startswith("vramx predict: ")
-    assert said in err
-    assert err.count("\n") == 1
+    assert_one_line_refusal(*run("predict", target), said)

@@ -1,4 +1,4 @@
-"""`vramx replay`: its report as JSON and as tables, and the files that it writes."""
+"""`vramx replay` and vramx.replay: arguments, the report as JSON and tables, files, progress."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples import SMALL, assert_one_line_refusal
+from samples import SMALL, assert_one_line_refusal, live_bytes
 
-from vramx.memory import POLICIES
+import vramx
+from vramx.errors import InvalidValueError, TraceError
+from vramx.memory import POLICIES, ReplayOptions, replay
 from vramx.memory.trace import load_trace
 
 CALLS = {"create", "map", "set_access", "unmap", "release"}
@@ -49,8 +51,7 @@ def test_json_has_the_schema(run: Any, traces: Path, snapshots: Path) -> None:
 @pytest.mark.usefixtures("core")
 def test_figures_agree_with_the_trace(run: Any, traces: Path) -> None:
     trace = load_trace(traces / SMALL)
-    sign = np.where(trace.op == 0, 1, np.where(trace.op == 2, -1, 0))
-    peak_live = int((sign * trace.size.astype(np.int64)).cumsum().max())
+    peak_live = int(live_bytes(trace).max())
     _, out, _ = run("replay", traces / SMALL, "--json", "--min-capacity")
     (entry,) = json.loads(out)["traces"]
     assert entry["events"] == np.count_nonzero(trace.op != 1)
@@ -78,6 +79,8 @@ def test_too_little_memory_is_a_result_and_not_an_error(run: Any, traces: Path) 
     policies = json.loads(out)["traces"][0]["policies"]
     assert code == 0
     assert all(figures["oom"] for figures in policies.values())
+    _, out, _ = run("replay", traces / SMALL, "--capacity", "1GiB", "--policy", "vramx")
+    assert "out of memory, event " in out
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -90,35 +93,18 @@ def test_table_shows_gib_and_the_ratio_to_live(run: Any, traces: Path) -> None:
     assert max(map(len, out.splitlines())) <= 120
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_table_says_where_memory_ran_out(run: Any, traces: Path) -> None:
-    _, out, _ = run("replay", traces / SMALL, "--capacity", "1GiB", "--policy", "vramx")
-    assert "out of memory, event " in out
-
-
 def test_a_block_that_changed_under_its_owner_fails_the_command(
     run: Any, traces: Path, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound = stand_in.Replay.run
+    changed = {"mismatches": 3}
     monkeypatch.setattr(
-        stand_in.Replay, "run", lambda *args, **kwargs: {**sound(*args, **kwargs), "mismatches": 3}
+        stand_in.Replay, "run", lambda *args, **named: sound(*args, **named) | changed
     )
     code, out, err = run("replay", traces / SMALL, "--policy", "vramx")
     assert code == 1
     assert "3 blocks corrupted" in out
     assert "offload_streams.npz: 3 blocks changed under their owner with policy vramx" in err
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_a_file_is_overwritten_only_by_force(run: Any, traces: Path, tmp_path: Path) -> None:
-    output = tmp_path / "report.json"
-    output.write_text("precious")
-    code, _, err = run("replay", traces / SMALL, "--json", "-o", output)
-    assert (code, err) == (2, f"vramx replay: {output}: it exists; -f overwrites it\n")
-    assert output.read_text() == "precious"
-    code, _, _ = run("replay", traces / SMALL, "--json", "-o", output, "-f")
-    assert code == 0
-    assert json.loads(output.read_text())["schema"] == 1
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -159,3 +145,65 @@ def test_nothing_is_left_where_writing_fails(
     code, out, err = run("replay", traces / SMALL, "-o", tmp_path / "report")
     assert_one_line_refusal(code, out, err, "cannot be written: No space left on device")
     assert not list(tmp_path.iterdir())
+
+
+# --- as a library ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("core")
+def test_replay_takes_a_path_and_reports_progress(traces: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    options = ReplayOptions(progress=lambda *step: seen.append(step))
+    (result,) = vramx.replay(traces / SMALL, "vramx", options=options)
+    assert (result.trace, result.policy) == (SMALL, "vramx")
+    assert seen
+    assert all(policy == "vramx" and 0 <= done <= total for policy, done, total in seen)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_replay_refuses_wrong_arguments(traces: Path) -> None:
+    with pytest.raises(InvalidValueError, match="policy 'x' is not accepted"):
+        replay(traces / SMALL, ["live", "x"])
+    with pytest.raises(InvalidValueError, match="no policy"):
+        replay(traces / SMALL, [])
+    with pytest.raises(InvalidValueError, match="driver 'x'"):
+        ReplayOptions(driver="x")
+    with pytest.raises(TraceError, match="No such file"):
+        replay(traces / "absent.npz")
+    with pytest.raises(InvalidValueError, match="trace 3 is not accepted"):
+        replay(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_snapshot_that_is_loaded_replays_as_its_file_does(snapshots: Path) -> None:
+    path = snapshots / "train.pickle"
+    (of_file,), (of_snapshot,) = (
+        replay(source, "live") for source in (path, vramx.Snapshot.load(path))
+    )
+    assert of_snapshot.to_dict()["peak_reserved_bytes"] == of_file.peak_reserved_bytes > 0
+    assert (of_snapshot.trace, of_snapshot.events) == (of_file.trace, of_file.events)
+
+
+@pytest.mark.parametrize(("event_ns", "runs"), [(40.0, 9), (1e9, 1)], ids=["short", "long"])
+def test_a_short_run_is_timed_again(
+    traces: Path, stand_in: Any, monkeypatch: pytest.MonkeyPatch, event_ns: float, runs: int
+) -> None:
+    run, taken = stand_in.Replay.run, []
+
+    def timed(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        taken.append(event_ns * (10 if not taken else len(taken)))  # the first has cold caches
+        return run(*args, **kwargs) | {"ns_per_event": taken[-1]}
+
+    monkeypatch.setattr(stand_in.Replay, "run", timed)
+    (result,) = replay(traces / SMALL, "vramx")
+    assert len(taken) == runs
+    assert result.ns_per_event == sorted(taken)[runs // 2]
+
+
+@pytest.mark.usefixtures("core")
+def test_a_timeline_reaches_the_peak(traces: Path) -> None:
+    (result,) = replay(traces / SMALL, "vramx", options=ReplayOptions(samples=100))
+    assert result.timeline is not None
+    assert result.timeline.live_bytes.max() == result.peak_live_bytes
+    assert result.timeline.reserved_bytes.max() == result.peak_reserved_bytes
+    assert (result.timeline.reserved_bytes >= result.timeline.live_bytes).all()

@@ -21,6 +21,8 @@ from vramx.cli import run as run_verb
 from vramx.config import Config
 from vramx.errors import ShimError
 
+BUILD = run_verb._build_shim
+
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list[str], Any]]:
@@ -112,15 +114,11 @@ def test_a_shim_that_cannot_be_built_is_said_and_the_program_runs(
     def fail(settings: Config) -> Path:
         raise ShimError("no C++ compiler\nmore")
 
-    monkeypatch.undo()  # of the fixture: the shim's build is what this is about
+    monkeypatch.setattr(run_verb, "_build_shim", BUILD)
     monkeypatch.setattr(run_verb, "find_torch", _Torch)
     monkeypatch.setattr(run_verb, "_no_gpu", lambda: "")
     monkeypatch.setattr(shim_build, "ensure_shim", fail)
     monkeypatch.setattr(shim_build, "shim_status", lambda c: shim_build.ShimStatus("2", None, "x"))
-    monkeypatch.setattr(run_verb.entry_folder, "finds_entry_point", lambda python: True)
-    monkeypatch.setattr(
-        run_verb.os, "execvpe", lambda file, words, variables: started.append((words, variables))
-    )
     _, _, err = run("run", "train.py")
     assert err == "vramx run: the allocator will not be installed: no C++ compiler\n"
     assert started
@@ -172,7 +170,7 @@ def test_a_compiled_program_on_libtorch_is_told_apart(run: Any, tmp_path: Path) 
         assert not run_verb._is_of_libtorch(program)
 
 
-def test_where_torch_is_told_not_to_look_it_is_told_to(
+def test_torch_is_told_to_look_where_it_was_told_not_to(
     run: Any, started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config, "config", lambda: Config(torch_autoload=False))
@@ -194,9 +192,8 @@ def test_the_folder_comes_onto_the_path_only_where_it_is_needed(
     run("run", "train.py")
     folder = Path(started[1][1]["PYTHONPATH"])
     assert folder.parent == tmp_path / "cache" / "entry"
-    assert {path.name for path in folder.iterdir()} == {
-        "vramx", f"vramx-{vramx.__version__}.dist-info",
-    }  # fmt: skip
+    found = {path.name for path in folder.iterdir()}
+    assert found == {"vramx", f"vramx-{vramx.__version__}.dist-info"}
 
 
 def test_a_python_finds_vramx_in_the_folder(
@@ -263,13 +260,10 @@ def test_a_program_runs_unchanged_with_the_hook_in_place(tmp_path: Path) -> None
     assert len(said) <= 2
 
 
-def test_signals_are_the_programs(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTERM)\n")
-    assert vramx_run(tmp_path, "train.py").returncode == -signal.SIGTERM
-
-
-def test_the_settings_reach_the_program(tmp_path: Path) -> None:
+def test_settings_reach_the_program_and_signals_are_its_own(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
-        "import os; print(os.environ['VRAMX'], os.environ['VRAMX_LIMIT'])"
+        "import os, signal; print(os.environ['VRAMX'], os.environ['VRAMX_LIMIT'], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
     )
-    assert vramx_run(tmp_path, "--limit", "2GiB", "a.py").stdout == "1 2GiB\n"
+    done = vramx_run(tmp_path, "--limit", "2GiB", "a.py")
+    assert (done.stdout, done.returncode) == ("1 2GiB\n", -signal.SIGTERM)

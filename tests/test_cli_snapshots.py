@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samples import SMALL, assert_one_line_refusal
+from samples import SMALL, assert_one_line_refusal, block, event
 from snapshot_writer import KEPT, MIB, MINORS, MODEL, Recording
 
 pytest.importorskip("vramx._core", reason="the compiled core is not built")
 
 ROOT = Path(__file__).resolve().parent.parent
 VERBS = ("stats", "explain", "diff", "check")
+TIMED = ("replay",)  # says how long it took, which is never the same
 EVENTS = 300_000
 # CPU seconds: twice of what is promised, for a host that is slow or shared. diff reads two files.
 MOST_SECONDS = {"stats": 10, "diff": 10, "check": 10, "explain": 30, "plot": 30}
@@ -38,7 +39,7 @@ def command(verb: str, path: Path) -> list[Any]:
     }[verb]
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "replay"])
+@pytest.mark.parametrize("verb", [*VERBS, *TIMED])
 @pytest.mark.parametrize(
     ("content", "what"),
     [
@@ -102,7 +103,7 @@ def test_nonsense_anywhere_is_read_or_refused(run: Any, tmp_path: Path, verb: st
     assert codes & {0, 1}
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*VERBS, *TIMED])
 @pytest.mark.parametrize("form", [["--json"], []])
 def test_output_goes_to_the_file_instead(
     run: Any, snapshots: Path, tmp_path: Path, verb: str, form: list[str]
@@ -111,12 +112,14 @@ def test_output_goes_to_the_file_instead(
     output = tmp_path / "report"
     code, shown, _ = run(*arguments)
     assert run(*arguments, "-o", output) == (code, "", "")
-    assert output.read_text() == shown
+    assert verb in TIMED or output.read_text() == shown
+    output.write_text("precious")
     again = run(*arguments, "-o", output)
     assert_one_line_refusal(*again, f"{output}: it exists; -f overwrites it")
+    assert output.read_text() == "precious"
     assert run(*arguments, "-o", output, "-f")[0] == code
-    if form:
-        assert json.loads(shown)["schema"] == 1
+    assert verb in TIMED or output.read_text() == shown
+    assert not form or json.loads(output.read_text())["schema"] == 1
 
 
 @pytest.mark.parametrize("minor", MINORS)
@@ -162,19 +165,10 @@ def large(path: Path, events: int) -> Path:
     address = 0x7F00_0000_0000
 
     def add(action: str, at: int, size: int) -> None:
-        records.append(
-            {
-                "action": action,
-                "addr": at,
-                "size": size,
-                "stream": 0,
-                "time_us": 1_795_207_576_168_327 + len(records),
-                "compile_context": "N/A",
-                "user_metadata": "",
-                "pool_id": (0, 0),
-                "frames": rng.choice(frames) * 6,  # a list of its own, of frames that are shared
-            }
-        )
+        record = event(action, at, size, len(records))
+        record |= {"compile_context": "N/A", "user_metadata": "", "pool_id": (0, 0)}
+        record["frames"] = rng.choice(frames) * 6  # a list of its own, of frames that are shared
+        records.append(record)
 
     while len(records) < events:
         if len(live) < 500 or rng.random() < 0.5:
@@ -185,13 +179,9 @@ def large(path: Path, events: int) -> Path:
             freed = live.pop(rng.randrange(len(live)))
             add("free_requested", *freed)
             add("free_completed", *freed)
-    blocks = [
-        {"address": at, "size": size, "requested_size": size, "state": "active_allocated"}
-        for at, size in sorted(live)
-    ]
     segments = [
-        {"device": 0, "stream": 0, "address": block["address"], "blocks": [block]}
-        for block in blocks
+        {"device": 0, "stream": 0, "address": at, "blocks": [block(at, size, size)]}
+        for at, size in sorted(live)
     ]
     path.write_bytes(pickle.dumps({"segments": segments, "device_traces": [records]}, protocol=4))
     return path
@@ -207,10 +197,9 @@ def large_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_large_snapshot_is_read_in_time(run: Any, large_one: Path, verb: str) -> None:
     start_s = time.process_time()
     code, _, err = run(*command(verb, large_one), "--json")
-    taken_s = time.process_time() - start_s
+    assert time.process_time() - start_s < MOST_SECONDS[verb]
     assert code in (0, 1)
     assert err == ""
-    assert taken_s < MOST_SECONDS[verb]
 
 
 @pytest.mark.slow

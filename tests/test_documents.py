@@ -147,7 +147,7 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(DecoderLayer() for _ in range(2)))
+        self.layers = nn.Sequential(DecoderLayer(), DecoderLayer())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.layers(x)
@@ -184,10 +184,9 @@ def stand_ins(folder: Path) -> dict[str, Any]:
         "model": model,
         "optimizer": optimizer,
         "block": model.layers[0],
-        "batch": batch,
+        **dict.fromkeys(("batch", "x"), batch),
         "batches": [batch],
         "loader": torch.utils.data.DataLoader(batch, batch_size=2),  # type: ignore[arg-type]
-        "x": batch,
         "mask": None,
         **dict.fromkeys(("step", "step_of", "evaluate_of", "train_step"), step),
         "name": str(folder / "llama"),
@@ -206,13 +205,8 @@ def write_llama(folder: str) -> None:
     """Write a small language model, in the place of one that is downloaded."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=64,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 

@@ -1,8 +1,13 @@
-"""The C++ test programs, under the address, undefined-behaviour and thread sanitizers."""
+"""The C++ test programs under sanitizers, and the core under random steps without.
+
+The steps are checked against a shadow, with the objects that users run; `make stress` takes ten
+million.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -22,8 +27,9 @@ OPTIONS = {
 }
 # What a program is told on the command line; most need nothing. The stress counts its steps: under
 # a sanitizer each takes several times as long. There it leaves out the defects that it plants to
-# check its own checks, and the failure at every driver call, both of which test_core_endurance.py
-# has; and where races are looked for, what runs in one thread, or in two that wait for each other.
+# check its own checks, and the failure at every driver call, both of which are tested without a
+# sanitizer below; and where races are looked for, what runs in one thread, or in two that wait for
+# each other.
 PARTS = ["regressions", "random", "repeats", "threads", "forks"]
 ARGUMENTS = {
     ("driver_contract", "asan"): ["sim"],
@@ -127,3 +133,29 @@ def test_a_planted_defect_is_reported(tmp_path, sanitizer: str, body: str) -> No
         [program], env={**os.environ, **OPTIONS}, capture_output=True, check=False
     )
     assert done.returncode != 0
+
+
+# --- random steps ---------------------------------------------------------------------------------
+
+
+# Forks, and a few of the random steps, are done under the sanitizers above.
+STEPS = 1_000_000
+RANDOM = ("random", "repeats", "threads")
+CHECKS = ("defects", "failures")  # they have steps of their own
+
+
+def stress(*arguments: object) -> str:
+    program = next(p for p in native_build.programs() if p.name == "core_stress")
+    return run_program(native_build.build(program, "plain"), *map(str, arguments))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_planted_defects_are_found_and_a_failed_call_changes_nothing(check: str) -> None:
+    stress(1, 1, check)
+
+
+@pytest.mark.slow
+def test_the_core_holds_for_many_random_steps() -> None:
+    steps = re.search(r"^operations (\d+)$", stress(STEPS, 1, *RANDOM), re.MULTILINE)
+    assert steps is not None
+    assert int(steps[1]) >= STEPS

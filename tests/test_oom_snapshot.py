@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from failing_program import GIB, Program, cuda, error_text, fail_with, program, shim
+from failing_program import GIB, Program, cuda, error_text, program, shim
+from fake_cuda import fail_with
 from samples import assert_one_line_refusal
 from snapshot_writer import MIB
 

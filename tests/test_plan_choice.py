@@ -1,4 +1,8 @@
-"""The choice of words for blocks: optimal for the model of a step, which the tests enumerate."""
+"""What is chosen for blocks: of all arrangements, and of several that were timed in turns.
+
+The choice is optimal for the model of a step, which the tests enumerate. Times are those of a
+machine that others disturb.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import pytest
 
 from vramx.planning.choice import fastest, near, smallest
 from vramx.planning.timeline import Cost, Place, Timeline
+from vramx.planning.turns import Turns
 
 WORDS = ("left", "int8", "again")
 MOST_MS = 8
@@ -69,7 +74,7 @@ def test_the_choice_is_the_best_of_all_arrangements(seed: int, hosts_share: floa
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_of_a_host_and_a_device_that_are_as_busy_neither_is_left_out(seed: int) -> None:
+def test_neither_a_host_nor_a_device_that_is_as_busy_is_left_out(seed: int) -> None:
     timeline = random_timeline(seed, hosts_share=0.5)
     arrangements = all_arrangements(timeline)
     for limit in {peak for peak, _ in arrangements}:
@@ -137,3 +142,83 @@ def test_eighty_blocks_of_eight_words_are_chosen_in_a_moment(host: float) -> Non
     a_word_ms = host * 1.3  # where host and device are as busy, more bytes may not be faster
     assert all(after <= before + a_word_ms for before, after in itertools.pairwise(times))
     assert len(set(times)) >= 5
+
+
+# --- times that were taken in turns ---------------------------------------------------------------
+
+
+MOST_TURNS = 12
+
+
+class Machine:
+    """Slower by some share for some seconds, and now and then for one step more."""
+
+    def __init__(self, seed: int, slower: float, disturbed: float) -> None:
+        self.random = random.Random(seed)
+        self.slower, self.disturbed = slower, disturbed
+        self.now_ms, self.until_ms, self.level = 0.0, 0.0, 1.0
+
+    def step_ms(self, undisturbed_ms: float) -> float:
+        if self.now_ms >= self.until_ms:
+            self.until_ms = self.now_ms + self.random.expovariate(1 / 2000)
+            self.level = 1 + abs(self.random.gauss(0, self.slower))
+        found = undisturbed_ms * self.level
+        if self.random.random() < self.disturbed:
+            found *= 1.2 + 0.6 * self.random.random()
+        self.now_ms += found
+        return found
+
+
+def chosen(machine: Machine, steps_ms: list[float]) -> tuple[int, int]:
+    """Return which of them is chosen, and how many steps that took."""
+    turns, taken = Turns(range(len(steps_ms))), 0
+    for _ in range(MOST_TURNS):
+        if len(turns.left) == 1:
+            break
+        taken += 2 * len(turns.left)
+        turns.add(
+            {each: min(machine.step_ms(steps_ms[each]) for _ in range(2)) for each in turns.order}
+        )
+    return turns.best(), taken
+
+
+def chosen_alone(machine: Machine, steps_ms: list[float]) -> int:
+    """Return which is chosen by the lower quartile of seven steps of each, one after another."""
+    times = [sorted(machine.step_ms(each) for _ in range(7))[1] for each in steps_ms]
+    return times.index(min(times))
+
+
+@pytest.mark.parametrize(("slower", "disturbed"), [(0.0, 0.0), (0.04, 0.06), (0.12, 0.1)])
+def test_the_fastest_is_found_on_a_busy_machine(slower: float, disturbed: float) -> None:
+    """What is slower by more than a hundredth is chosen at most half as often as without turns."""
+    wrong = alone = 0
+    for seed in range(1000):
+        draw = random.Random(seed + 10_000)
+        steps_ms = [70 * (1 + draw.expovariate(1 / 0.03)) for _ in range(draw.randint(2, 6))]
+        most_ms = 1.01 * min(steps_ms)
+        best, _ = chosen(Machine(seed, slower, disturbed), steps_ms)
+        wrong += steps_ms[best] > most_ms
+        alone += steps_ms[chosen_alone(Machine(seed, slower, disturbed), steps_ms)] > most_ms
+    assert wrong <= alone / 2
+
+
+def test_what_is_slower_has_no_more_turns() -> None:
+    best, taken = chosen(Machine(0, 0.0, 0.0), [70.0, 71.0, 80.0, 90.0])
+    assert best == 0
+    assert taken == 2 * (2 * 4 + (MOST_TURNS - 2) * 2)  # the slowest two have two turns
+
+
+def test_turns_go_backwards_every_other_time() -> None:
+    turns = Turns(["a", "b", "c"])
+    orders = []
+    for _ in range(3):
+        orders.append("".join(turns.order))
+        turns.add(dict.fromkeys("abc", 1.0))
+    assert orders == ["abc", "cba", "abc"]
+    assert turns.best() == "a"
+
+
+def test_before_the_first_turn_all_are_alike() -> None:
+    turns = Turns(["a", "b"])
+    assert turns.best() == "a"
+    assert turns.ratio("a", "b") == 1.0

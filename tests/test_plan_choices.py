@@ -11,12 +11,14 @@ import copy
 import itertools
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy
 import pytest
 import torch
-from plan_tools import PACKED_ROWS, WIDTH, counted_time
+from plan_tools import LEVELS, PACKED_ROWS, WIDTH, Layer, counted_time, gradient
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
@@ -57,38 +59,6 @@ class Experts(nn.Module):
         return x + result
 
 
-class Unsteady(nn.Module):
-    """A block of which every other call saves more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(gelu(x) if next(TICKS) % 2 else x[: len(x) // 2].sin())
-
-
-def gradient(model: nn.Module, x: Tensor) -> Tensor:
-    model.zero_grad()
-    model(x).square().mean().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def stack(block: type[nn.Module]) -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(*(block() for _ in range(2))), torch.randn(PACKED_ROWS, WIDTH)
-
-
-def test_a_mixture_of_experts_is_planned_and_trains_as_planned() -> None:
-    model, x = stack(Experts)
-    x.requires_grad_()
-    expected = gradient(model, x)
-    plan = vramx.plan(model, (x,), "smallest", levels=["left", "recompute_all"])
-    assert "recompute_all" in plan.words.values()
-    plan.apply()
-    for _ in range(2):
-        torch.testing.assert_close(gradient(model, x), expected)
-
-
 class Stateful(Experts):
     """A block that draws, or counts, where torch does not see it."""
 
@@ -114,26 +84,75 @@ class Stateful(Experts):
         return y + torch.rand_like(y)
 
 
-WHY = "Stateful has no recompute_all: 0: its result differs by"
+class Unsteady(Layer):
+    """A block of which every other call saves more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(gelu(x) if next(TICKS) % 2 else x[: len(x) // 2].sin())
 
 
-def test_what_does_not_repeat_is_not_recomputed_and_the_plan_says_why() -> None:
-    model = nn.Sequential(*(Stateful("clock") for _ in range(2)))
-    x = torch.randn(PACKED_ROWS, WIDTH, requires_grad=True)
-    plan = vramx.plan(model, (x,), "smallest", levels=["left", "recompute_all"])
+class Steady(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return gelu(self.linear(gelu(x)))
+
+
+def stack(*blocks: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor]:
+    """Return two of each block in a row, and a batch."""
+    model = nn.Sequential(*(block() for block in blocks for _ in "12"))
+    return model, torch.randn(PACKED_ROWS, WIDTH, requires_grad=True)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def smallest(model: nn.Module, x: Tensor) -> Any:
+    return vramx.plan(model, (x,), "smallest", levels=LEVELS)
+
+
+def test_a_mixture_of_experts_is_planned_and_trains_as_planned() -> None:
+    model, x = stack(Experts)
+    expected = gradient(model, lambda: loss_of(model, x))
+    plan = smallest(model, x)
+    assert "recompute_all" in plan.words.values()
+    plan.apply()
+    for _ in range(2):
+        torch.testing.assert_close(gradient(model, lambda: loss_of(model, x)), expected)
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        (partial(Stateful, "clock"), "Stateful has no recompute_all: 0: its result differs by"),
+        (Unsteady, "Unsteady has no recompute_all"),
+    ],
+)
+def test_what_does_not_repeat_is_not_recomputed_and_the_plan_says_why(block: Any, why: str) -> None:
+    model, x = stack(block)
+    plan = smallest(model, x)
     assert set(plan.words.values()) == {"left"}
-    assert WHY in str(plan)
+    assert why in str(plan)
+    assert "forward" not in vars(model[0])
+
+
+def test_what_does_not_repeat_cannot_be_asked_to() -> None:
+    model, x = stack(partial(Stateful, "clock"))
     with pytest.raises(InvalidValueError, match=r"0 cannot be recomputed \(its result differs by"):
         vramx.plan(model, (x,), levels="recompute_all")
 
 
+def test_only_the_class_that_does_not_repeat_does_without() -> None:
+    words = list(smallest(*stack(Steady, Steady, partial(Stateful, "clock"))).words.values())
+    assert "recompute_all" in words[:4]
+    assert set(words[4:]) == {"left"}
+
+
 @pytest.mark.parametrize("how", ["Python", "numpy", "generator", "counter", "torch"])
 def test_what_is_drawn_and_counted_repeats(how: str) -> None:
-    model = nn.Sequential(*(Stateful(how) for _ in range(2)))
+    model, x = stack(partial(Stateful, how))
     plain = copy.deepcopy(model)
-    x = torch.randn(PACKED_ROWS, WIDTH, requires_grad=True)
     state, drawn = random.getstate(), numpy.random.get_state()[1].tolist()
-    plan = vramx.plan(model, (x,), "smallest", levels=["left", "recompute_all"])
+    plan = smallest(model, x)
     assert "recompute_all" in plan.words.values()
     assert "has no" not in str(plan)
     assert random.getstate() == state
@@ -142,52 +161,21 @@ def test_what_is_drawn_and_counted_repeats(how: str) -> None:
     plan.apply()
     found = []
     for each in (plain, model):
-        torch.manual_seed(1)
-        random.seed(1)
-        numpy.random.seed(1)
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(1)
         for block in each:
             block.own.manual_seed(1)
-        found.append(gradient(each, x))
+        found.append(gradient(each, partial(loss_of, each, x)))
     torch.testing.assert_close(*found)
 
 
-def test_a_block_that_saves_more_every_other_time_is_not_recomputed() -> None:
-    model, x = stack(Unsteady)
-    x.requires_grad_()
-    plan = vramx.plan(model, (x,), "smallest", levels=["left", "recompute_all"])
-    assert set(plan.words.values()) == {"left"}
-    assert "Unsteady has no recompute_all" in str(plan)
-    assert "forward" not in vars(model[0])
-
-
-class Steady(nn.Module):
-    """Beside a class that is not: it keeps all of its levels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return gelu(self.linear(gelu(x)))
-
-
-def test_only_the_class_that_does_not_repeat_does_without() -> None:
-    blocks = [block() for block in (Steady, Steady, lambda: Stateful("clock")) for _ in range(2)]
-    x = torch.randn(PACKED_ROWS, WIDTH, requires_grad=True)
-    plan = vramx.plan(nn.Sequential(*blocks), (x,), "smallest", levels=["left", "recompute_all"])
-    words = list(plan.words.values())
-    assert "recompute_all" in words[:4]
-    assert set(words[4:]) == {"left"}
-
-
-class Writes(nn.Module):
+class Writes(Layer):
     """Writes into its own weights, parts and hooks' notes as it runs."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.calls = how, 0
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.slow = copy.deepcopy(self.layer).requires_grad_(requires_grad=False)
+        self.slow = copy.deepcopy(self.linear).requires_grad_(requires_grad=False)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -195,17 +183,17 @@ class Writes(nn.Module):
         if self.how == "new memory":
             self.slow.weight.data = self.slow.weight.data * 0.5
         elif self.how == "in place":
-            self.slow.weight.lerp_(self.layer.weight, 0.5)
+            self.slow.weight.lerp_(self.linear.weight, 0.5)
         elif self.how == "a weight that learns":
-            self.layer.weight.data.mul_(0.5)
+            self.linear.weight.data.mul_(0.5)
         elif self.how == "a new parameter":
-            self.layer.weight = nn.Parameter(self.layer.weight * 0.5)
+            self.linear.weight = nn.Parameter(self.linear.weight * 0.5)
         elif self.how == "a part that is made late" and self.calls == 2:
             self.late, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         self.write()
-        return gelu(self.layer(x)) + self.slow(x)
+        return gelu(self.linear(x)) + self.slow(x)
 
 
 WAYS = (

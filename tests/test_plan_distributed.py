@@ -1,7 +1,8 @@
-"""vramx.plan in two processes: one plan, also where they measure otherwise, and one error."""
+"""vramx.plan and vramx.fit_batch in two processes: one answer, where they measure otherwise too."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from functools import partial
 from pathlib import Path
@@ -10,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from distributed_tools import SHARDS_ON_HOSTS, run_on_two
-from plan_tools import WIDTH, Counter, Stack
+from fit_tools import Device
+from plan_tools import LEVELS, Counter, Layer, Stack, cap_device, peak_of_loop
 from torch import nn
 
 import vramx
 from vramx.errors import VramxError
 from vramx.planning import meters
-
-LEVELS = ("left", "recompute_all")
+from vramx.planning.fit import fit_batch
 
 
 def measure_by_operations(rank: int) -> None:
@@ -31,17 +32,6 @@ def measure_by_operations(rank: int) -> None:
     meters.HostMeter.busy = busy  # type: ignore[method-assign]
 
 
-def peak_of_loop(model: nn.Module, sample: Any) -> int:
-    optimizer = torch.optim.AdamW(model.parameters())
-    meter = meters.HostMeter(model)
-    with meter.watching():
-        for _ in range(3):
-            model(sample).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return meter.peak_bytes()
-
-
 def said_of(plan: Any) -> dict[str, Any]:
     return {"words": plan.words, "measured": plan.measured_bytes, "text": str(plan)}
 
@@ -51,13 +41,13 @@ def plan_apart(rank: int) -> dict[str, Any]:
     measure_by_operations(rank)
     torch.manual_seed(0)
     model, sample = Stack(3), torch.randn(512 * (1 + rank), 8)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer, another = (torch.optim.AdamW(model.parameters()) for _ in "12")
     widest = vramx.plan(model, sample, levels=LEVELS, optimizer=optimizer)
     low = widest.with_budget(sample, "smallest").measured_bytes
     # Each asks for another budget: the smaller one is that of both.
     budget = (low + widest.measured_bytes) // 2 + 1000 * rank
     plan = widest.with_budget(sample, budget).apply()
-    peak = peak_of_loop(model, sample)
+    peak = peak_of_loop(model, lambda: model(sample).mean().backward(), another)
     plan.undo()
     rows = torch.randn(512, 8)
     return {**said_of(plan), "budget": budget, "peak": peak, "rows": plan.fit_batch(rows)}
@@ -84,8 +74,7 @@ def plan_sharded(rank: int) -> dict[str, Any]:
     fully_shard(model, mesh=mesh)
     sample = torch.randn(512 * (1 + rank), 8)
     optimizer = torch.optim.AdamW(model.parameters())
-    options: dict[str, Any] = {"levels": LEVELS, "optimizer": optimizer}
-    plan = vramx.plan(model, sample, "smallest", **options).apply()
+    plan = vramx.plan(model, sample, "smallest", levels=LEVELS, optimizer=optimizer).apply()
     model(sample).mean().backward()
     optimizer.step()
     return said_of(plan)
@@ -94,13 +83,10 @@ def plan_sharded(rank: int) -> dict[str, Any]:
 TICKS = itertools.count()
 
 
-class Stateful(nn.Module):
+class Stateful(Layer):
     """A block that reads a clock in one of the processes."""
 
-    def __init__(self, counts: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.counts = counts
+    counts = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x).sin().exp().sin()
@@ -108,9 +94,8 @@ class Stateful(nn.Module):
 
 
 def plan_unsteady(rank: int) -> dict[str, Any]:
-    model = nn.Sequential(*(Stateful(rank == 1) for _ in range(2)))
-    sample = torch.randn(512, WIDTH, requires_grad=True)
-    return said_of(vramx.plan(model, (sample,), "smallest", levels=LEVELS))
+    Stateful.counts = rank == 1
+    return said_of(vramx.plan(Stack(2, Stateful), torch.randn(512, 8), "smallest", levels=LEVELS))
 
 
 def plan_wrongly(how: str, rank: int) -> dict[str, Any]:
@@ -133,21 +118,13 @@ def plan_wrongly(how: str, rank: int) -> dict[str, Any]:
 
 def plan_on_a_small_device(rank: int) -> dict[str, Any]:
     """The model as it is fits in one process only, and so in none."""
-    from vramx.planning import storages
-
     model, sample = Stack(4), torch.randn(512, 8)
     widest = vramx.plan(model, sample, levels=LEVELS)
     smallest = widest.with_budget(sample, "smallest")
-    add = storages.Storages.add
-    limit = (widest.measured_bytes + smallest.measured_bytes) // 2
-
-    def capped(self: Any, tensor: torch.Tensor, *, counts: bool) -> None:
-        add(self, tensor, counts=counts)
-        if rank and self.live_bytes > limit:
-            raise torch.OutOfMemoryError(f"{self.live_bytes} bytes")
-
-    storages.Storages.add = capped  # type: ignore[method-assign]
-    return said_of(vramx.plan(model, sample, levels=LEVELS))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            cap_device(patch, (widest.measured_bytes + smallest.measured_bytes) // 2)
+        return said_of(vramx.plan(model, sample, levels=LEVELS))
 
 
 def test_processes_that_measure_otherwise_have_one_plan(tmp_path: Path) -> None:
@@ -181,7 +158,7 @@ def test_a_sharded_model_is_planned_as_it_is(tmp_path: Path) -> None:
 
 def test_what_does_not_repeat_in_one_process_is_recomputed_in_none(tmp_path: Path) -> None:
     first, second = run_on_two(plan_unsteady, tmp_path)
-    assert first["words"] == second["words"] == {"0": "left", "1": "left"}
+    assert first["words"] == second["words"] == {"blocks.0": "left", "blocks.1": "left"}
     assert "another process saw" in first["text"]
     assert "its result differs by" in second["text"]
 
@@ -209,3 +186,55 @@ def test_an_error_of_one_process_is_one_of_all(
     found = run_on_two(partial(plan_wrongly, how), tmp_path)
     for each, text in zip(found, texts, strict=True):
         assert text in each["said"]
+
+
+# --- fitted batches -------------------------------------------------------------------------------
+
+
+CAPACITIES = (10_000, 6_000)  # of the two processes
+
+
+def train(surprised: bool, quiet: bool, rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    device = Device(CAPACITIES[rank])
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def step(batch: int) -> None:
+        # Of the second process a batch from 60 on takes more than the line says.
+        device.take(500 + 37 * batch + 100_000 * (surprised and rank == 1 and batch >= 60))
+        # A GPU's collective that is ended may say nothing of it.
+        with contextlib.suppress(RuntimeError) if quiet else contextlib.nullcontext():
+            model(torch.randn(batch, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    try:
+        found = fit_batch(step, memory=device, margin=0.0, global_batch=2000)
+        said = [found.batch, found.micro_batch, found.accumulation]
+        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    except VramxError as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"said": said}
+
+
+def test_processes_agree_on_what_the_smallest_of_them_can_take(tmp_path: Path) -> None:
+    # 2000 rows are 1000 a process, in as few and as even parts as there can be.
+    largest = (CAPACITIES[1] - 500) // 37
+    parts = -(-1000 // largest)
+    expected = [largest, -(-1000 // parts), parts]
+    found = run_on_two(partial(train, False, False), tmp_path)
+    assert [each["said"] for each in found] == [expected, expected]
+
+
+# A collective of gloo's ends when its timeout does; where it raises this takes as long as four.
+@pytest.mark.parametrize("quiet", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_out_of_memory_in_one_process_does_not_leave_the_other_waiting(
+    tmp_path: Path, quiet: bool
+) -> None:
+    # run_on_two() fails where a process is still there after a minute.
+    both = run_on_two(partial(train, True, quiet), tmp_path, patience_s=6)
+    waiting, failed = (each["said"] for each in both)
+    assert waiting.startswith("FailedTogetherError: another process failed in a step")
+    assert failed.startswith("FailedTogetherError: out of memory in a step")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_tools import PACKED_ROWS, Stack, counted_time
+from plan_tools import EXACT, LEVELS, PACKED_ROWS, Stack, counted_time
 from torch import Tensor, nn
 
 import vramx
@@ -18,9 +18,6 @@ lightning = pytest.importorskip("lightning.pytorch")
 
 __all__ = ["counted_time"]
 pytestmark = pytest.mark.usefixtures("counted_time")
-
-LEVELS = ("left", "recompute_all")
-EXACT = 1e-3
 
 
 class Regression(lightning.LightningModule):  # type: ignore[misc, name-defined]

@@ -5,23 +5,21 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import plan_tools
 import pytest
 import torch
 from language_model_tools import sizes_made
 from optimize_tools import HIDDEN, INT8_NOISE, LAYERS, decoder, error, hugging_face
+from plan_tools import EXACT, peak_of_loop
 
 import vramx
 from vramx.errors import InvalidValueError
 from vramx.nn.logits import Logits
 from vramx.nn.loss_chunks import chunk_tokens
-from vramx.planning.meters import HostMeter
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-# Predictions for a host are exact but for scalars of a few bytes.
-EXACT = 1e-3
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -30,9 +28,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def gradient(model: Any) -> torch.Tensor:
-    model.zero_grad()
-    model(**batch()).loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return plan_tools.gradient(model, lambda: model(**batch()).loss)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -93,6 +89,16 @@ def test_the_printed_code_does_what_apply_does() -> None:
     assert "loss without logits" in applied
 
 
+def peak_of_copy(model: Any) -> int:
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+    def step() -> None:
+        model(**batch()).loss.backward()
+
+    return peak_of_loop(model, step, optimizer)
+
+
 def adapted() -> Any:
     peft: Any = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)
@@ -124,21 +130,10 @@ def test_adapters_and_experts_are_planned_and_keep_their_budget_in_a_loop(make: 
     smallest = widest.with_budget(batch(), "smallest")
     for plan in (widest, smallest):
         plan.apply()
-        peak = peak_of_loop(copy.deepcopy(model), torch.optim.AdamW)
+        peak = peak_of_copy(model)
         plan.undo()
         assert peak <= plan.measured_bytes * (1 + EXACT)
     if make is adapted:
         exact = gradient(model)
         smallest.apply()
         assert error(gradient(model), exact) < INT8_NOISE
-
-
-def peak_of_loop(model: Any, make: Any) -> int:
-    optimizer = make([p for p in model.parameters() if p.requires_grad])
-    meter = HostMeter(model)
-    with meter.watching():
-        for _ in range(3):
-            model(**batch()).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return meter.peak_bytes()

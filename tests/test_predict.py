@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from plan_tools import Skipping, Stack, rows
+from predict_tools import measured_bytes, peak, training
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import vramx
-from vramx.planning.meters import HostMeter
 from vramx.planning.predict import CONTEXT_BYTES, CUBLAS_BYTES
 from vramx.planning.recording import BACKWARD, FORWARD, OPTIMIZER
 
@@ -31,13 +31,10 @@ def encoder() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), *layers)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.GRU(8, 16, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)[0]
+class Recurrent(nn.GRU):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        result: Tensor = super().forward(x)[0]
+        return result
 
 
 class Checkpointed(Stack):
@@ -52,18 +49,9 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "perceptrons": (Stack, lambda: rows(64)),
     "convolutions": (Skipping, lambda: torch.randn(2, 1, 32, 32)),
     "transformer": (encoder, lambda: torch.randn(4, 8, 8)),
-    "recurrent": (Recurrent, lambda: torch.randn(4, 6, 8)),
+    "recurrent": (lambda: Recurrent(8, 16, 2, batch_first=True), lambda: torch.randn(4, 6, 8)),
     "checkpointed": (Checkpointed, lambda: rows(64)),
 }
-
-
-def measured_bytes(step: Any, model: nn.Module, *others: Tensor) -> int:
-    """Return the peak of two real steps on the host."""
-    meter = HostMeter(model, others)
-    with meter.watching():
-        step()
-        step()
-    return meter.peak_bytes()
 
 
 @pytest.mark.parametrize(
@@ -74,13 +62,8 @@ def test_a_prediction_is_what_real_steps_take(kind: str, optimizer: str) -> None
     make, sample = MODELS[kind]
     model, x = make(), sample()
     learner = OPTIMIZERS[optimizer](model.parameters())
-
-    def step() -> None:
-        learner.zero_grad()
-        model(x).float().mean().backward()
-        learner.step()
-
-    predicted = vramx.predict(step, device="cpu", policies="live").peak_bytes()
+    step = training(model, x, learner)
+    predicted = peak(step, device="cpu")
     counters = STEP_COUNTER_BYTES * len(list(model.parameters()))
     real = measured_bytes(step, model, x)
     # A host's steps are counted by numbers that torch.tensor() makes where no mode sees it.
@@ -92,7 +75,7 @@ def test_a_model_is_predicted_in_the_loop_of_a_plan(gradients: str) -> None:
     model, x = Stack(2), rows(64)
     learner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     options = {"optimizer": learner, "gradients": gradients}
-    predicted = vramx.predict(model, x, device="cpu", policies="live", **options).peak_bytes()
+    predicted = peak(model, x, device="cpu", **options)
     plan = vramx.plan(model, x, levels=("left",), **options)
     # A plan counts neither the batch nor what the loop holds of a step while it ends.
     assert abs(predicted - x.nbytes - plan.measured_bytes) <= 0.03 * plan.measured_bytes
@@ -110,7 +93,7 @@ def test_what_a_step_replaces_is_gone() -> None:
             learner.state = defaultdict(dict)
         is_begun[0] = True
 
-    predicted = vramx.predict(step, device="cpu", policies="live").peak_bytes()
+    predicted = peak(step, device="cpu")
     real = measured_bytes(step, model, x)
     assert real <= predicted <= real + STEP_COUNTER_BYTES
 
@@ -135,8 +118,7 @@ def test_the_number_of_a_loss_takes_what_torch_makes_it_in(name: str) -> None:
         LOSSES[name](x, y).backward()
         x.grad = None
 
-    predicted = vramx.predict(step, device="cpu", policies="live").peak_bytes()
-    assert predicted == measured_bytes(step, nn.Module(), x, y)
+    assert peak(step, device="cpu") == measured_bytes(step, nn.Module(), x, y)
 
 
 # -- On a GPU that is not there --------------------------------------------------------------------
@@ -185,29 +167,20 @@ def test_attention_makes_no_scores(masked: bool) -> None:
 
 
 def test_a_checkpoint_under_autocast_is_computed_again_as_it_was() -> None:
-    def peak(model: nn.Module) -> int:
-        x = rows(4096)
+    x = rows(4096)
 
-        def step() -> None:
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = model(x).float().mean()
-            loss.backward()
+    def step(model: nn.Module) -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(x).float().mean()
+        loss.backward()
 
-        return vramx.predict(step, policies="live").peak_bytes()
-
-    assert peak(Checkpointed(4)) < peak(Stack(4)) * 0.6
+    assert peak(step, Checkpointed(4)) < peak(step, Stack(4)) * 0.6
 
 
 def test_the_second_step_is_in_a_prediction() -> None:
-    model, x = nn.Linear(256, 256, bias=False), torch.zeros(2048, 256)
-    learner = torch.optim.AdamW(model.parameters())
-
-    def step() -> None:
-        model(x).sum().backward()
-        learner.step()
-        learner.zero_grad()
-
-    first, both = (vramx.predict(step, steps=n).peak_bytes() for n in (1, 2))
+    model = nn.Linear(256, 256, bias=False)
+    step = training(model, torch.zeros(2048, 256), torch.optim.AdamW(model.parameters()))
+    first, both = (peak(step, steps=n) for n in (1, 2))
     assert both - first == 2 * 256 * 256 * 4
 
 
@@ -222,8 +195,7 @@ def test_a_peak_has_its_place() -> None:
 
 def test_what_is_beside_a_peak_is_not_in_it() -> None:
     prediction = vramx.predict(Stack(2), rows(64))
-    assert sum(prediction.beside.values()) == 2 * CUBLAS_BYTES + CONTEXT_BYTES
-    assert prediction.needed_bytes("live") == prediction.peak_bytes() + 2 * CUBLAS_BYTES + (
-        CONTEXT_BYTES
-    )
+    beside = 2 * CUBLAS_BYTES + CONTEXT_BYTES
+    assert sum(prediction.beside.values()) == beside
+    assert prediction.needed_bytes("live") == prediction.peak_bytes() + beside
     assert prediction.peak_bytes() < CUBLAS_BYTES

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from plan_tools import Stack, rows
+from predict_tools import measured_bytes, peak, training
 from torch import Tensor, nn
 
 import vramx
@@ -59,13 +60,12 @@ def test_levels_of_known_blocks_are_predicted_as_they_run(level: str) -> None:
         return model(x).sum()
 
     options = {"levels": (level,), "device": "cpu", "policies": "live", "steps": 1}
-    predicted = vramx.predict(forward, model, **options)
+    predicted = vramx.predict(forward, model, **options).peak_bytes()
     vramx.optimize(model, level)
-    meter = HostMeter(model, [x])
-    with meter.watching():
-        loss = forward(model)
-    assert predicted.peak_bytes() == meter.peak_bytes()
-    assert loss.requires_grad
+    losses: list[Tensor] = []
+    real = measured_bytes(lambda: losses.append(forward(model)), model, x, steps=1)
+    assert predicted == real
+    assert losses[0].requires_grad
 
 
 @pytest.mark.parametrize("level", ["int8", "int4"])
@@ -77,28 +77,18 @@ def test_noise_is_drawn_on_the_host_as_in_a_real_step(level: str) -> None:
             loss = model(x).sum()
         loss.backward()
 
-    predicted = vramx.predict(step, device="cpu", policies="live", steps=1)
-    meter = HostMeter(model, [x])
-    with meter.watching():
-        step()
-    assert predicted.peak_bytes() == meter.peak_bytes()
+    assert peak(step, device="cpu", steps=1) == measured_bytes(step, model, x, steps=1)
 
 
 def test_what_operators_take_within_is_counted_on_the_host() -> None:
     model, x = layers(), torch.zeros(8, 32, 64)
     vramx.optimize(model, "int8")
-
-    def step() -> None:
-        model(x).sum().backward()
-        model.zero_grad()
-
-    predicted = vramx.predict(step, device="cpu", policies="live")
-    within, outside = HostMeter(model, [x]), HostMeter(model, [x])
-    with within.watching():
-        step()
+    step, outside = training(model, x), HostMeter(model, [x])
+    predicted = peak(step, device="cpu")
+    assert predicted == measured_bytes(step, model, x, steps=1)
     with Watch(outside._counted):  # of operators of vramx it sees results alone
         step()
-    assert predicted.peak_bytes() == within.peak_bytes() > outside.peak_bytes()
+    assert predicted > outside.peak_bytes()
 
 
 def test_a_level_that_no_block_has_is_a_row_that_says_so() -> None:

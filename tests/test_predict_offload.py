@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_tools import LateLink, use
+from predict_tools import peak
 from torch import Tensor, nn
 
 import vramx
@@ -23,10 +24,10 @@ class Layer(nn.Module):
         return x + self.outer(torch.tanh(self.inner(x)))
 
 
-def peak(change: Any) -> int:
+def peak_with(change: Any) -> int:
     model, x = nn.Sequential(*(Layer() for _ in range(LAYERS))), torch.randn(ROWS, WIDTH)
     change(model)
-    return vramx.predict(lambda: model(x).sum().backward(), policies="live").peak_bytes()
+    return peak(lambda: model(x).sum().backward())
 
 
 def checkpointed(offload: Any) -> Any:
@@ -41,7 +42,7 @@ def compressed(offload: Any) -> Any:
 
 @pytest.mark.parametrize("how", [checkpointed, compressed])
 def test_what_waits_on_the_host_is_not_on_the_gpu(how: Any) -> None:
-    stays, half, leaves = (peak(how(share)) for share in (None, 0.5, "cpu"))
+    stays, half, leaves = (peak_with(how(share)) for share in (None, 0.5, "cpu"))
     saved = 2 * (LAYERS - 3) * ROWS * WIDTH if how is compressed else (LAYERS - 3) * ROWS * WIDTH
     assert leaves <= stays - saved
     assert leaves < half < stays
@@ -52,12 +53,12 @@ SIZE, COUNT = 1024, 8
 BUCKET = SIZE * SIZE * 4  # bytes of one weight
 
 
-def steps_with(optimizer: Any, model: nn.Module, **options: Any) -> Any:
+def steps_with(optimizer: Any, model: nn.Module, clips: bool = False) -> Any:
     x = torch.zeros(16, SIZE)
 
     def step() -> None:
         model(x).sum().backward()
-        if options.get("clips"):
+        if clips:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -72,10 +73,9 @@ def stack_and_optimizer(place: str, **options: Any) -> tuple[nn.Module, Any]:
     return model, vramx.offload_optimizer(optimizer, bucket=BUCKET, **options)
 
 
-def predicted(model: nn.Module, optimizer: Any, **options: Any) -> float:
+def predicted(model: nn.Module, optimizer: Any, clips: bool = False) -> float:
     """Return the peak in weights."""
-    step = steps_with(optimizer, model, **options)
-    return vramx.predict(step, policies="live").peak_bytes() / BUCKET
+    return peak(steps_with(optimizer, model, clips)) / BUCKET
 
 
 # Weights, three slots of two states, and what a step of one weight takes: 1 or 2 of its size.
@@ -92,8 +92,7 @@ def test_states_that_wait_on_the_host_are_not_on_the_gpu(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["cpu", "meta"])
 def test_gradients_go_as_they_are_stepped_in_backward(place: str) -> None:
-    peak = predicted(*stack_and_optimizer(place, in_backward=True))
-    assert AT_ONCE < peak < AT_ONCE + 4
+    assert AT_ONCE < predicted(*stack_and_optimizer(place, in_backward=True)) < AT_ONCE + 4
 
 
 def test_an_offloaded_optimizer_goes_on_after_a_prediction() -> None:
@@ -137,6 +136,5 @@ def test_buckets_that_have_a_link_are_predicted_as_those_without(
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_model_with_an_offloaded_optimizer_is_predicted_as_its_step(in_backward: bool) -> None:
     model, optimizer = stack_and_optimizer("cpu", in_backward=in_backward)
-    x = torch.zeros(16, SIZE)
-    row = vramx.predict(model, x, optimizer=optimizer, policies="live")
-    assert row.peak_bytes() / BUCKET == pytest.approx(predicted(model, optimizer), abs=0.1)
+    found = peak(model, torch.zeros(16, SIZE), optimizer=optimizer) / BUCKET
+    assert found == pytest.approx(predicted(model, optimizer), abs=0.1)

@@ -1,15 +1,15 @@
-"""vramx.predict: which steps are followed, what is assumed of others, what is left as it was."""
+"""vramx.predict: which steps are followed, what is assumed of them, what is left as it was."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from plan_tools import Stack, rows
+from predict_tools import assumes, peak, training
 from test_nn_operators import FUNCTIONS, inputs
 from torch import Tensor, nn
 from uncollected import nothing_waits_for_the_collector
@@ -17,7 +17,7 @@ from uncollected import nothing_waits_for_the_collector
 import vramx
 from vramx.compression.config import Compression
 from vramx.compression.fakes import fakes_are_plain
-from vramx.errors import InvalidValueError, UntraceableError
+from vramx.errors import UntraceableError
 from vramx.nn.relu import relu
 from vramx.nn.rotary import rotary
 
@@ -63,15 +63,12 @@ def test_a_step_is_followed_wherever_its_model_is() -> None:
         learner.zero_grad()
 
     programs: list[Any] = [
-        trainer.step,
-        closure,
-        step_of_the_module,
-        functools.partial(trainer.step, times=1),
-        functools.partial(argument, trainer.model, trainer.batches[0]),
+        *((trainer.step,), (closure,), (step_of_the_module,)),
+        (functools.partial(trainer.step, times=1),),
+        (functools.partial(argument, trainer.model, trainer.batches[0]),),
+        (argument, trainer.model, trainer.batches[0]),
     ]
-    peaks = {vramx.predict(program).peak_bytes() for program in programs}
-    peaks.add(vramx.predict(argument, trainer.model, trainer.batches[0]).peak_bytes())
-    assert len(peaks) == 1
+    assert len({peak(*program) for program in programs}) == 1
 
 
 def test_nothing_is_changed() -> None:
@@ -102,42 +99,6 @@ def test_states_that_exist_are_counted() -> None:
     assert begun.row().before_bytes - new.row().before_bytes == 2 * weights
 
 
-# -- What cannot be known --------------------------------------------------------------------------
-
-
-@torch.library.custom_op("vramx_tests::no_fake", mutates_args=())
-def no_fake(x: Tensor) -> Tensor:
-    return x.clone()
-
-
-def reads_a_size(x: Tensor) -> Tensor:
-    return x[: int(x.argmax().item())]
-
-
-def counts(x: Tensor) -> Tensor:
-    return torch.bincount(x.long())
-
-
-@pytest.mark.parametrize(
-    ("step", "said"),
-    [
-        (reads_a_size, r"reads a value of int64 .*\(test_predict_steps.py:\d+\)"),
-        (counts, "aten.bincount.*cannot run without data"),
-        (no_fake, "vramx_tests::no_fake"),
-        (lambda x: x @ x[:3], "the step fails without data"),
-    ],
-)
-def test_what_needs_data_is_one_error_that_names_it(step: Any, said: str) -> None:
-    with pytest.raises(UntraceableError, match=said):
-        vramx.predict(step, torch.zeros(4, 4))
-
-
-def test_what_a_step_makes_on_the_host_is_told_of() -> None:
-    layer = nn.Linear(64, 64)
-    with pytest.raises(UntraceableError, match="make it before the step, or on the device of"):
-        vramx.predict(lambda: layer(torch.ones(4, 64)), policies="live")
-
-
 def test_what_a_step_makes_on_the_gpu_needs_none() -> None:
     layer = nn.Linear(64, 64, bias=False)
 
@@ -146,7 +107,7 @@ def test_what_a_step_makes_on_the_gpu_needs_none() -> None:
 
     # In forward: the weight, the batch, the result and its sum.
     expected = 64 * 64 * 4 + 2 * 128 * 64 * 4 + 4
-    assert vramx.predict(step, policies="live", steps=1).peak_bytes() == expected
+    assert peak(step, steps=1) == expected
 
 
 def test_a_step_may_ask_what_the_gpu_is() -> None:
@@ -160,7 +121,7 @@ def test_a_step_may_ask_what_the_gpu_is() -> None:
         assert free == total == gpu.total_memory
         layer(torch.ones(gpu.multi_processor_count, 64, device="cuda"))
 
-    assert vramx.predict(step, policies="live").peak_bytes() > 132 * 64 * 4
+    assert peak(step) > 132 * 64 * 4
 
 
 class Tied(nn.Module):
@@ -181,7 +142,7 @@ def test_tied_weights_that_are_moved_stay_tied(device: str) -> None:
         assert len(list(model.parameters())) == 1
         model(torch.zeros(8, dtype=torch.long, device=device)).backward()
 
-    vramx.predict(step, policies="live", steps=1, device=device)
+    peak(step, steps=1, device=device)
 
 
 class Imitating:
@@ -206,43 +167,20 @@ class Imitating:
 def test_an_optimizer_in_a_wrapper_is_that_optimizer() -> None:
     model, x = Stack(2), rows(16)
     plain = torch.optim.AdamW(model.parameters())
-    wrapped = Imitating(plain)
-
-    def step(learner: Any) -> None:
-        model(x).sum().backward()
-        learner.step()
-        learner.zero_grad()
-
-    found, expected = (vramx.predict(step, each).peak_bytes() for each in (wrapped, plain))
-    assert found == expected
+    assert peak(training(model, x, Imitating(plain))) == peak(training(model, x, plain))
     assert not plain.state
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_models_in_other_threads_are_refused_in_words(count: int) -> None:
-    model, x = Stack(1), rows(4)
-
-    def step() -> None:
-        with ThreadPoolExecutor(count) as pool:
-            sum(y.sum() for y in pool.map(model, [x] * count)).backward()
-
-    with pytest.raises(UntraceableError, match="runs a model in another thread"):
-        vramx.predict(step)
 
 
 def test_a_read_float_is_assumed() -> None:
     model = Stack(1)
-
-    def step() -> float:
-        return model(rows(4).to("cuda")).sum().item()
-
-    assert "0.0" in vramx.predict(step).assumptions[0]
+    prediction = vramx.predict(lambda: model(rows(4).to("cuda")).sum().item())
+    assert "0.0" in prediction.assumptions[0]
 
 
 def test_a_mask_selects_all_at_most() -> None:
     x = torch.zeros(1 << 16, requires_grad=True)
     prediction = vramx.predict(lambda: x[x > 0].sum().backward(), steps=1)
-    assert any("mask" in each for each in prediction.assumptions)
+    assert assumes(prediction, "mask")
     assert prediction.peak_bytes() >= 2 * x.nbytes
 
 
@@ -256,7 +194,7 @@ def test_bins_are_as_many_as_are_asked_for() -> None:
         (nodes * degree).sum().backward()
 
     prediction = vramx.predict(step, steps=1)
-    assert any("minlength" in each for each in prediction.assumptions)
+    assert assumes(prediction, "minlength")
     # Nodes, bins of eight bytes, which backward keeps, and a gradient.
     assert prediction.peak_bytes() >= nodes.nbytes + 8 * len(nodes) + nodes.nbytes
 
@@ -270,7 +208,7 @@ def test_no_kernel_is_launched_on_tensors_without_data() -> None:
         sum(each.sum() for each in turned).backward()
 
     # Turned q and k beside them, at least.
-    assert vramx.predict(step).peak_bytes() >= 4 * q.nbytes
+    assert peak(step) >= 4 * q.nbytes
 
 
 # Of the others some make a tensor in the step, which would be on the host.
@@ -278,11 +216,8 @@ def test_no_kernel_is_launched_on_tensors_without_data() -> None:
 def test_fused_functions_are_predicted(name: str) -> None:
     """With the noise of their packs, of which there is no seed where nothing is launched."""
     x, weight = inputs()
-
-    def step() -> None:
-        FUNCTIONS[name](x, weight, Compression()).sum().backward()
-
-    assert vramx.predict(step).peak_bytes() >= 2 * (x.nbytes + weight.nbytes)
+    found = peak(lambda: FUNCTIONS[name](x, weight, Compression()).sum().backward())
+    assert found >= 2 * (x.nbytes + weight.nbytes)
 
 
 def test_what_has_data_is_computed_meanwhile() -> None:
@@ -304,35 +239,7 @@ def test_a_scaler_is_followed() -> None:
         scaler.step(learner)
         scaler.update()
 
-    assert vramx.predict(step).peak_bytes() > sum(p.nbytes for p in model.parameters())
-
-
-def generates() -> Any:
-    yield nn.Linear(2, 2)
-
-
-async def waits() -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "said"),
-    [
-        ((3,), {}, "step 3 is not accepted"),
-        ((generates,), {}, "gives a generator, of which nothing has run"),
-        ((waits,), {}, "gives a coroutine, of which nothing has run"),
-        ((nn.Linear(2, 2),), {}, "followed by one sample"),
-        ((nn.Linear(2, 2), 3), {}, "sample 3 is not accepted"),
-        ((reads_a_size,), {"optimizer": 3}, "optimizer is for a model"),
-        ((nn.Linear(2, 2), torch.ones(2)), {"device": "tpu"}, "device 'tpu' is not accepted"),
-        ((nn.Linear(2, 2), torch.ones(2)), {"levels": ["int5"]}, "level 'int5' is not accepted"),
-        ((nn.Linear(2, 2), torch.ones(2)), {"policies": "best"}, "policy 'best' is not accepted"),
-        ((nn.Linear(2, 2), torch.ones(2)), {"steps": 0}, "steps 0 is not accepted"),
-        ((nn.Linear(2, 2), torch.ones(2)), {"gradients": "gone"}, "gradients 'gone'"),
-    ],
-)
-def test_bad_input_is_one_clear_error(arguments: Any, options: Any, said: str) -> None:
-    with pytest.raises(InvalidValueError, match=said):
-        vramx.predict(*arguments, **options)
+    assert peak(step) > sum(p.nbytes for p in model.parameters())
 
 
 def of_a_model(**options: Any) -> None:
@@ -353,11 +260,7 @@ def of_a_step_that_fails() -> None:
 
 @pytest.mark.parametrize(
     "predict",
-    [
-        of_a_model,
-        functools.partial(of_a_model, gradients="stepped"),
-        of_a_step_that_fails,
-    ],
+    [of_a_model, functools.partial(of_a_model, gradients="stepped"), of_a_step_that_fails],
 )
 def test_a_prediction_leaves_nothing_to_the_collector(predict: Callable[[], Any]) -> None:
     predict()

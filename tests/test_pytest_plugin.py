@@ -8,90 +8,57 @@ from typing import Any
 
 import pytest
 import torch
+from samples import block, segment
+from simulated import MIB
+from simulated_cuda import Cuda
 
 from vramx.memory import track
 from vramx.testing import plugin
 
 pytest_plugins = ["pytester"]
 
-MIB = 1 << 20
 
-
-class StandIn:
+class StandIn(Cuda):
     """torch.cuda's counters and snapshot, for a program that takes and gives."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(patch, 256 * MIB)
         self.live: dict[int, tuple[int, int]] = {}  # address: size, device
-        self.peaks = {0: 0, 1: 0}
         self.backend = "native"
         self.frames: list[dict[str, Any]] = []
         self.workspace: int | None = None
-        self._next = 0x1000
         patch.setattr(track, "_regions", [])
         for name, value in {
             "fake": self,
             "is_available": lambda: True,
             "get_allocator_backend": lambda: self.backend,
-            "is_initialized": lambda: True,
-            "device_count": lambda: 2,
-            "current_device": lambda: 0,
-            "memory_stats_as_nested_dict": self._stats,
-            "reset_peak_memory_stats": lambda device: self.peaks.update(
-                {device: self._now(device)}
-            ),
+            "device_count": lambda: len(self.devices),
             "memory_snapshot": self._segments,
         }.items():
             patch.setattr(torch.cuda, name, value, raising=False)
         patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self._clear, raising=False)
 
-    def take(self, size: int, device: int = 0) -> int:
-        address, self._next = self._next, self._next + size
-        self.live[address] = (size, device)
-        self.peaks[device] = max(self.peaks[device], self._now(device))
+    def take(self, size: int, device: int | None = None) -> int:
+        address = super().take(size, device)
+        self.live[address] = (size, device or 0)
         return address
 
     def give(self, address: int) -> None:
-        del self.live[address]
+        _, device = self.live.pop(address)
+        self.devices[device].free(address)
 
     def matmul(self) -> None:
         """Make cuBLAS take its workspace."""
-        if self.workspace is None:
-            self.workspace = self.take(8 * MIB)
+        self.workspace = self.workspace or self.take(8 * MIB)
 
     def _clear(self) -> None:
         if self.workspace is not None:
             self.give(self.workspace)
             self.workspace = None
 
-    def _set_back(self, device: int) -> None:
-        self.peaks[device] = self._now(device)
-
-    def _now(self, device: int) -> int:
-        return sum(size for size, where in self.live.values() if where == device)
-
-    def _stats(self, device: int) -> dict[str, Any]:
-        counter = {"current": self._now(device), "peak": self.peaks[device]}
-        return {
-            "allocated_bytes": {"all": counter},
-            "reserved_bytes": {"all": counter},
-            "num_alloc_retries": 0,
-            "num_ooms": 0,
-        }
-
     def _segments(self) -> list[dict[str, Any]]:
         return [
-            {
-                "device": device,
-                "blocks": [
-                    {
-                        "address": address,
-                        "size": size,
-                        "requested_size": size,
-                        "state": "active_allocated",
-                        "frames": self.frames,
-                    }
-                ],
-            }
+            segment({**block(address, size, size), "frames": self.frames}, device=device)
             for address, (size, device) in self.live.items()
         ]
 

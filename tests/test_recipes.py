@@ -87,17 +87,16 @@ def test_what_changes_no_result_has_the_same_losses_bit_for_bit(case: str, exact
     assert losses(case) == losses(exact)
 
 
-@pytest.mark.parametrize("parts", ["two_parts", "four_parts"])
-def test_accumulation_trains_as_the_whole_batch(parts: str) -> None:
-    assert losses(f"accumulation/{parts}") == pytest.approx(
-        losses("accumulation/one_batch"), abs=ROUNDING
-    )
-
-
-def test_a_loss_in_pieces_is_that_of_all_logits() -> None:
-    assert losses("evaluation/loss_in_pieces") == pytest.approx(
-        losses("evaluation/no_grad"), abs=ROUNDING
-    )
+@pytest.mark.parametrize(
+    ("case", "whole"),
+    [
+        ("accumulation/two_parts", "accumulation/one_batch"),
+        ("accumulation/four_parts", "accumulation/one_batch"),
+        ("evaluation/loss_in_pieces", "evaluation/no_grad"),
+    ],
+)
+def test_what_is_computed_in_parts_has_the_losses_of_the_whole(case: str, whole: str) -> None:
+    assert losses(case) == pytest.approx(losses(whole), abs=ROUNDING)
 
 
 def test_training_changes_the_loss() -> None:
@@ -185,13 +184,12 @@ def test_a_script_prints_a_line_for_each_variant(
 # --- the benchmark --------------------------------------------------------------------------------
 
 
-def test_what_could_not_be_measured_is_one_line_that_says_why() -> None:
-    assert lines("lora/lora", {"status": "not installed: peft"}) == [
-        {"case": "lora/lora", "status": "not installed: peft"}
-    ]
-    assert lines("lora/lora", {"status": "out of memory"}) == [
-        {"case": "lora/lora", "status": "failed: out of memory"}
-    ]
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [("not installed: peft", "not installed: peft"), ("out of memory", "failed: out of memory")],
+)
+def test_what_could_not_be_measured_is_one_line_that_says_why(found: str, said: str) -> None:
+    assert lines("lora/lora", {"status": found}) == [{"case": "lora/lora", "status": said}]
 
 
 def test_figures_become_lines_with_their_units() -> None:

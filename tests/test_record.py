@@ -17,6 +17,7 @@ from record_tools import (
     by_category,
     features,
     loss_of,
+    path,
     recording,
     residuals,
     states_of,
@@ -28,10 +29,7 @@ from torch import nn
 import vramx
 from vramx.memory import categories as names
 
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run.pickle"
+__all__ = ["path"]
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cpu_history import CpuHistory
-from record_tools import features, recorder, residuals, train
+from record_tools import features, path, recorder, residuals, train
+from samples import assert_one_line_refusal
+from snapshot_writer import Recording
 
 from vramx.memory import categories as names
 from vramx.memory.holders import category_tree
 from vramx.memory.snapshot import Snapshot
 
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run.pickle"
+__all__ = ["path"]
 
 
 @pytest.fixture
@@ -32,26 +30,17 @@ def recorded(path: Path) -> dict[str, Any]:
     return data
 
 
-def test_torchs_viewer_reads_the_file_and_finds_an_entry_that_is_unknown(
-    recorded: dict[str, Any],
+def test_the_file_is_one_for_torchs_viewer_with_categories_and_what_is_outside_of_torch(
+    recorded: dict[str, Any], path: Path
 ) -> None:
     from torch.cuda import _memory_viz as viz
 
     assert "<script" in viz.trace_plot(recorded)
     assert "<script" in viz.segment_plot(recorded)
     (trace,) = recorded["device_traces"]
-    assert "unknown" in {entry.get("category") for entry in trace}
-
-
-def test_blocks_have_categories(recorded: dict[str, Any]) -> None:
+    assert "unknown" in {entry.get("category") for entry in trace}  # which the viewer needs
     blocks = [block for segment in recorded["segments"] for block in segment["blocks"]]
-    assert blocks
     assert {block["category"] for block in blocks} >= {names.PARAMETERS, names.OPTIMIZER}
-
-
-def test_what_the_device_holds_outside_of_torch_is_in_the_file(
-    recorded: dict[str, Any], path: Path
-) -> None:
     assert Snapshot.load(path).outside_bytes == 12345
 
 
@@ -78,37 +67,26 @@ def test_each_rank_writes_its_own_file(path: Path, monkeypatch: pytest.MonkeyPat
     assert [file.name for file in path.parent.iterdir()] == ["run.rank3.pickle"]
 
 
-def test_the_command_line_groups_by_category(
-    recorded: dict[str, Any], path: Path, run: Callable[..., Any]
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("stats", "--by", "category"), ("optimizer", "Outside of torch")),
+        (("stats", "--by", "module", "--at", "end"), ("parameters",)),
+        (("explain",), ("is for", "optimizer")),
+    ],
+)
+def test_the_command_line_says_what_memory_is_for(
+    recorded: dict[str, Any], path: Path, run: Any, words: tuple[str, ...], said: tuple[str, ...]
 ) -> None:
-    code, out, _ = run("stats", path, "--by", "category")
+    code, out, _ = run(words[0], path, *words[1:])
     assert code == 0
-    assert "optimizer" in out
-    assert "Outside of torch" in out
-    code, out, _ = run("stats", path, "--by", "module", "--at", "end")
-    assert code == 0
-    assert "parameters" in out
+    assert all(text in out for text in said)
 
 
-def test_the_command_line_refuses_categories_that_are_not_there(
-    path: Path, run: Callable[..., Any]
-) -> None:
-    from snapshot_writer import Recording
-
+def test_the_command_line_refuses_categories_that_are_not_there(path: Path, run: Any) -> None:
     recording = Recording()
     recording.alloc(512)
-    recording.save(path)
-    code, _, err = run("stats", path, "--by", "category")
-    assert code == 2
-    assert "vramx.record" in err
-
-
-def test_explain_says_what_memory_is_for(
-    recorded: dict[str, Any], path: Path, run: Callable[..., Any]
-) -> None:
-    _, out, _ = run("explain", path)
-    assert "is for" in out
-    assert "optimizer" in out
+    assert_one_line_refusal(*run("stats", recording.save(path), "--by", "category"), "vramx.record")
 
 
 # --- files that others wrote ----------------------------------------------------------------------

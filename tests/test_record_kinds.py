@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from odd_optimizers import Odd, step_in_backward
 from record_tools import (
     WIDTH,
     category_of,
     features,
     loss_of,
+    path,
     recording,
     residuals,
     states_of,
@@ -28,10 +30,7 @@ from vramx.memory import categories as names
 from vramx.memory import record
 from vramx.memory.snapshot import Snapshot
 
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run.pickle"
+__all__ = ["path"]
 
 
 def test_sparse_gradients_are_gradients(path: Path) -> None:
@@ -65,15 +64,12 @@ def test_states_in_lists_are_states(path: Path) -> None:
 
 
 def test_states_that_are_replaced_in_every_step_are_states(path: Path) -> None:
-    class Replacing(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for parameter in self.param_groups[0]["params"]:
-                before = self.state[parameter].get("average", 0)
-                self.state[parameter]["average"] = before * 0.9 + parameter.grad
+    def replacing(_: Any, state: Any, group: Any, grad: torch.Tensor) -> torch.Tensor:
+        state["average"] = state.get("average", 0) * 0.9 + grad
+        return torch.zeros_like(grad)
 
     model = residuals()
-    optimizer = Replacing(model.parameters())
+    optimizer = Odd(model.parameters(), replacing)
     with recording(path, model, optimizer) as seen:
         train(model, optimizer, features)
         seen.now()
@@ -84,18 +80,8 @@ def test_states_that_are_replaced_in_every_step_are_states(path: Path) -> None:
 
 def test_gradients_that_are_stepped_in_backward_are_gradients(path: Path) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-
-    def step_of(parameter: nn.Parameter) -> Any:
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
-
-        def step(_: torch.Tensor) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step_of(parameter))
+        step_in_backward(parameter, torch.optim.SGD([parameter], lr=0.1))
     with recording(path, model) as seen:
         loss_of(model(*features()[0])).backward()
     snapshot = seen.snapshot()
@@ -165,10 +151,8 @@ def test_a_module_that_is_replaced_is_gone_and_the_new_one_has_no_path(path: Pat
 def test_threads_that_train_beside_each_other_do_not_fail(path: Path) -> None:
     models = [residuals() for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
-    threads = [
-        threading.Thread(target=train, args=(model, optimizer, features))
-        for model, optimizer in zip(models, optimizers, strict=True)
-    ]
+    trainings = zip(models, optimizers, strict=True)
+    threads = [threading.Thread(target=train, args=(*each, features)) for each in trainings]
     with recording(path, nn.ModuleList(models), optimizers):
         torch.zeros(4)
         for thread in threads:

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from record_tools import (
     category_of,
     convolutions,
     features,
+    path,
     recorder,
     residuals,
     train,
@@ -32,10 +34,7 @@ from vramx.memory.history import TICK_BYTES, CudaHistory
 from vramx.memory.snapshot import Snapshot
 from vramx.patch.watching import has_other_hooks
 
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run.pickle"
+__all__ = ["path"]
 
 
 def hooks() -> list[Any]:
@@ -125,10 +124,8 @@ def test_results_are_the_same_while_recording(path: Path) -> None:
         torch.manual_seed(0)
         model = convolutions()
         optimizer = torch.optim.AdamW(model.parameters())
-        if records:
-            with recorder(path, CpuHistory(), model, optimizer):
-                train(model, optimizer, PROGRAMS["convolutions"][1])
-        else:
+        watching = recorder(path, CpuHistory(), model, optimizer) if records else nullcontext()
+        with watching:
             train(model, optimizer, PROGRAMS["convolutions"][1])
         results.append([p.detach().clone() for p in model.parameters()])
     for plain, watched in zip(*results, strict=True):
@@ -191,20 +188,15 @@ def test_a_second_recording_is_refused(path: Path) -> None:
         torch.zeros(4)
 
 
-def test_start_and_stop_do_the_same(path: Path) -> None:
-    recording = recorder(path, CpuHistory())
+def test_start_and_stop_do_the_same_and_the_history_gets_the_options(path: Path) -> None:
+    source = CpuHistory()
+    recording = recorder(path, source, max_entries=77)
     recording.start()
     torch.zeros(4)
     assert recording.stop() == path
+    assert source.options == (77, "python")
     with pytest.raises(vramx.VramxError, match="is not being recorded"):
         recording.stop()
-
-
-def test_the_history_gets_the_options(path: Path) -> None:
-    source = CpuHistory()
-    with recorder(path, source, max_entries=77):
-        torch.zeros(4)
-    assert source.options == (77, "python")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

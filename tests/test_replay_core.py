@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from samples import Recorder
 
 from vramx.memory.trace import load_trace
 
@@ -86,9 +87,13 @@ def figures(name: str, policy: str) -> dict[str, Any]:
 
 @every_program
 @pytest.mark.parametrize("policy", ["native", "expandable"])
-def test_the_models_reserve_what_was_measured(name: str, policy: str) -> None:
+def test_the_models_reserve_what_was_measured_and_run_under_the_cap(name: str, policy: str) -> None:
     reserved_gib = figures(name, policy)["peak_reserved_bytes"] / GIB
     assert round(reserved_gib, 4) == getattr(PROGRAMS[name], f"{policy}_gib")
+    measured_gib = getattr(PROGRAMS[name], f"{policy}_cap_gib")
+    resolution_gib = max(measured_gib * CAP_RESOLUTION, CAP_RESOLUTION_BYTES / GIB)
+    cap_gib = program(name).min_capacity(policy) / GIB
+    assert abs(cap_gib - measured_gib) <= resolution_gib + CAP_ROUNDING_GIB
 
 
 @pytest.mark.parametrize(
@@ -97,25 +102,11 @@ def test_the_models_reserve_what_was_measured(name: str, policy: str) -> None:
 def test_blocks_of_the_native_model_are_up_to_a_mebibyte_larger_than_requests(
     policy: str, allocated_mib: float
 ) -> None:
-    run = open_replay(
-        {
-            "op": np.array([0, 2, 0, 0], np.uint8),
-            "id": np.array([0, 0, 1, 2], np.uint32),
-            "size": np.array([12 * MIB, 12 * MIB, 12 * MIB - MIB // 2, 12 * MIB], np.uint64),
-            "stream": np.zeros(4, np.uint8),
-            "t": np.arange(4, dtype=np.uint32),
-        }
-    ).run(policy)
-    assert run["peak_allocated_bytes"] == allocated_mib * MIB
-
-
-@every_program
-@pytest.mark.parametrize("policy", ["native", "expandable"])
-def test_the_models_run_under_the_cap_that_was_measured(name: str, policy: str) -> None:
-    measured_gib = getattr(PROGRAMS[name], f"{policy}_cap_gib")
-    resolution_gib = max(measured_gib * CAP_RESOLUTION, CAP_RESOLUTION_BYTES / GIB)
-    cap_gib = program(name).min_capacity(policy) / GIB
-    assert abs(cap_gib - measured_gib) <= resolution_gib + CAP_ROUNDING_GIB
+    recorder = Recorder()
+    recorder.free(recorder.allocate(12 * MIB))
+    recorder.allocate(12 * MIB - MIB // 2)
+    recorder.allocate(12 * MIB)
+    assert open_replay(recorder.arrays()).run(policy)["peak_allocated_bytes"] == allocated_mib * MIB
 
 
 # --- the core -------------------------------------------------------------------------------------
@@ -124,64 +115,42 @@ def test_the_models_run_under_the_cap_that_was_measured(name: str, policy: str) 
 @every_program
 def test_the_core_reserves_little_more_than_what_is_live(name: str) -> None:
     live_bytes = program(name).peak_live_bytes
-    assert live_bytes <= figures(name, "vramx")["peak_reserved_bytes"]
-    assert figures(name, "vramx")["peak_reserved_bytes"] <= RESERVED_OVER_LIVE * live_bytes
+    reserved_bytes = figures(name, "vramx")["peak_reserved_bytes"]
+    assert live_bytes <= reserved_bytes <= RESERVED_OVER_LIVE * live_bytes
 
 
 @every_program
-def test_the_core_runs_in_little_more_than_what_is_live(name: str) -> None:
+def test_the_smallest_capacity_is_little_more_than_what_is_live_and_enough(name: str) -> None:
+    live_bytes = program(name).peak_live_bytes
     capacity_bytes = program(name).min_capacity("vramx")
-    assert capacity_bytes <= CAPACITY_OVER_LIVE * program(name).peak_live_bytes
-
-
-@every_program
-def test_the_smallest_capacity_is_enough(name: str) -> None:
-    capacity_bytes = program(name).min_capacity("vramx")
+    assert capacity_bytes <= CAPACITY_OVER_LIVE * live_bytes
     run = program(name).run("vramx", capacity_bytes=capacity_bytes)
     assert not run["oom"]
     assert run["peak_reserved_bytes"] <= capacity_bytes
-
-
-@every_program
-def test_no_capacity_below_what_is_live_is_enough(name: str) -> None:
-    run = program(name).run("vramx", capacity_bytes=program(name).peak_live_bytes - 1)
+    run = program(name).run("vramx", capacity_bytes=live_bytes - 1)
     assert run["oom"]
     assert run["oom_event"] >= 0
 
 
 @every_program
-def test_the_driver_takes_a_hundredth_of_the_programs_time(name: str) -> None:
-    assert figures(name, "vramx")["driver_us"] <= DRIVER_TIME_SHARE * program(name).trace_us
-
-
-@every_program
-def test_the_driver_calls_are_the_golden_ones(name: str) -> None:
-    assert list(figures(name, "vramx")["driver_calls"].values()) == GOLDEN_DRIVER_CALLS[name]
-
-
-@every_program
-def test_two_runs_have_the_same_figures(name: str) -> None:
-    timed = {"ns_per_event": 0.0}
-    assert dict(program(name).run("vramx")) | timed == figures(name, "vramx") | timed
+def test_a_run_has_the_golden_driver_calls_in_a_hundredth_of_its_time_each_time(name: str) -> None:
+    run, timed = figures(name, "vramx"), {"ns_per_event": 0.0}
+    assert run["driver_us"] <= DRIVER_TIME_SHARE * program(name).trace_us
+    assert list(run["driver_calls"].values()) == GOLDEN_DRIVER_CALLS[name]
+    assert dict(program(name).run("vramx")) | timed == run | timed
 
 
 @every_program
 def test_the_layout_at_the_peak_holds_the_live_bytes(name: str) -> None:
-    spans = program(name).layout()
-    blocks: dict[int, int] = {}
-    for span in spans:
-        if span["kind"] != "free":
-            blocks[span["allocation"]] = blocks.get(span["allocation"], 0) + span["size"]
+    spans = [span for span in program(name).layout() if span["kind"] != "free"]
     # Each block is its request rounded up to 512 bytes.
-    over_bytes = sum(blocks.values()) - program(name).peak_live_bytes
-    assert 0 <= over_bytes < 512 * len(blocks)
+    over_bytes = sum(span["size"] for span in spans) - program(name).peak_live_bytes
+    assert 0 <= over_bytes < 512 * len({span["allocation"] for span in spans})
 
 
 # --- programs recorded on an H100 with benchmarks.record_traces ----------------------------------
 
-RECORDED = sorted(
-    path for path in (ROOT / "tests/traces").glob("*.npz") if path.stem not in PROGRAMS
-)
+RECORDED = sorted(p for p in (ROOT / "tests/traces").glob("*.npz") if p.stem not in PROGRAMS)
 SHORT_US, SHORT_DRIVER_TIME_SHARE = 20e6, 0.02
 # Every block of its every step is a little larger than any before, so that each alias is new.
 ALWAYS_GROWS = "growing_graph"
@@ -225,41 +194,6 @@ def test_the_driver_takes_a_small_part_of_a_recorded_programs_time(path: Path) -
 # --- programs made up here ------------------------------------------------------------------------
 
 
-class Recorder:
-    """Builds the arrays of a trace, one event every 10 us."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[int, int, int, int]] = []
-        self.sizes: list[int] = []
-        self.streams: list[int] = []
-
-    def allocate(self, size_bytes: int, stream: int = 0) -> int:
-        self.sizes.append(size_bytes)
-        self.streams.append(stream)
-        self._add(0, len(self.sizes) - 1)
-        return len(self.sizes) - 1
-
-    def free(self, allocation: int) -> None:
-        self._add(2, allocation)
-
-    def _add(self, op: int, allocation: int) -> None:
-        self.events.append((op, allocation, self.sizes[allocation], self.streams[allocation]))
-
-    def replay(self) -> Replay:
-        op, allocation, size, stream = (
-            np.array(column, dtype)
-            for column, dtype in zip(
-                zip(*self.events, strict=True),
-                (np.uint8, np.uint32, np.uint64, np.uint8),
-                strict=True,
-            )
-        )
-        time_us = np.arange(len(op), dtype=np.uint32) * 10
-        return open_replay(
-            {"op": op, "id": allocation, "size": size, "stream": stream, "t": time_us}
-        )
-
-
 def training(steps: int) -> Replay:
     """A program whose steps are alike: weights stay, activations rise and fall, workspaces flit."""
     recorder = Recorder()
@@ -274,7 +208,7 @@ def training(steps: int) -> Replay:
             gradient = recorder.allocate(3 * MIB + layer * 500_001)
             recorder.free(activation)
             recorder.free(gradient)
-    return recorder.replay()
+    return open_replay(recorder.arrays())
 
 
 def random_program(seed: int, allocations: int = 4000, streams: int = 5) -> Replay:
@@ -287,7 +221,7 @@ def random_program(seed: int, allocations: int = 4000, streams: int = 5) -> Repl
         alive.append(recorder.allocate(size_bytes, int(random.integers(streams))))
         while alive and random.random() < len(alive) / 120:
             recorder.free(alive.pop(int(random.integers(len(alive)))))
-    return recorder.replay()
+    return open_replay(recorder.arrays())
 
 
 def test_a_periodic_program_makes_no_driver_call_in_its_second_half() -> None:
@@ -302,13 +236,12 @@ def test_what_a_half_leaves_out_is_counted_in_the_other() -> None:
     recorder = Recorder()
     for _ in range(100):
         recorder.free(recorder.allocate(1 * MIB))
-    early = recorder.replay().run("vramx")
+    early = open_replay(recorder.arrays()).run("vramx")
     recorder.allocate(64 * MIB)
-    late = recorder.replay().run("vramx")
+    late = open_replay(recorder.arrays()).run("vramx")
+    calls = [sum(run["driver_calls"].values()) for run in (early, late)]
     assert early["driver_calls_second_half"] == 0
-    assert late["driver_calls_second_half"] == (
-        sum(late["driver_calls"].values()) - sum(early["driver_calls"].values())
-    )
+    assert late["driver_calls_second_half"] == calls[1] - calls[0]
 
 
 @pytest.mark.parametrize("seed", range(4))

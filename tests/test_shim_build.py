@@ -15,10 +15,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from child_processes import python
-from fake_cuda import installed_torch, toolbox, write_shim
+from small_shim import installed_torch, toolbox, write_shim
 
-import vramx
 from vramx.allocator import shim_build, shim_cache, toolchain
 from vramx.allocator.shim import Shim
 from vramx.allocator.torch_facts import read_torch
@@ -49,6 +47,12 @@ def counting_compiler(folder: Path, fails: bool = False) -> str:
     return str(script)
 
 
+@pytest.fixture
+def settings(csrc: Path, tmp_path: Path) -> Config:
+    """What has the counting compiler build."""
+    return toolbox(tmp_path, compiler=counting_compiler(tmp_path))
+
+
 def calls_of(folder: Path) -> int:
     return len((folder / "calls").read_text().splitlines())
 
@@ -68,8 +72,7 @@ def test_a_shim_is_built_loaded_and_found_again(csrc: Path, tmp_path: Path) -> N
     assert {file.suffix for file in path.parent.iterdir()} == {".so", ".lock"}
 
 
-def test_eight_that_come_together_build_once(csrc: Path, tmp_path: Path) -> None:
-    settings = toolbox(tmp_path, compiler=counting_compiler(tmp_path))
+def test_eight_that_come_together_build_once(settings: Config, tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         paths = set(pool.map(lambda _: shim_build.ensure_shim(settings), range(8)))
     assert len(paths) == 1
@@ -77,22 +80,19 @@ def test_eight_that_come_together_build_once(csrc: Path, tmp_path: Path) -> None
 
 
 def test_a_change_of_source_header_or_compiler_makes_another_shim(
-    csrc: Path, tmp_path: Path
+    settings: Config, csrc: Path
 ) -> None:
-    settings = toolbox(tmp_path, compiler=counting_compiler(tmp_path))
     names = {shim_build.ensure_shim(settings).name}
-    (csrc / "core" / "units.h").write_text("// changed\n")
-    names.add(shim_build.ensure_shim(settings).name)
-    (csrc / "torch" / "shim.cpp").write_text("// changed\n")
-    names.add(shim_build.ensure_shim(settings).name)
+    for source in ("core/units.h", "torch/shim.cpp"):
+        (csrc / source).write_text("// changed\n")
+        names.add(shim_build.ensure_shim(settings).name)
     other = Path(settings.compiler)
     other.write_text(other.read_text().replace("cxx 1", "cxx 2"))
     names.add(shim_build.ensure_shim(settings).name)
     assert len(names) == 4
 
 
-def test_a_holder_of_the_lock_is_waited_for(csrc: Path, tmp_path: Path) -> None:
-    settings = toolbox(tmp_path, compiler=counting_compiler(tmp_path))
+def test_a_holder_of_the_lock_is_waited_for(settings: Config, tmp_path: Path) -> None:
     first = shim_build.ensure_shim(settings)
     first.unlink()
     with open(f"{first}.lock") as held:
@@ -109,8 +109,7 @@ def test_a_holder_of_the_lock_is_waited_for(csrc: Path, tmp_path: Path) -> None:
     assert calls_of(tmp_path) == 2
 
 
-def test_a_killed_build_leaves_nobody_waiting(csrc: Path, tmp_path: Path) -> None:
-    settings = toolbox(tmp_path, compiler=counting_compiler(tmp_path))
+def test_a_killed_build_leaves_nobody_waiting(settings: Config) -> None:
     path = shim_build.ensure_shim(settings)
     path.unlink()
     code = (
@@ -131,8 +130,10 @@ def test_a_failed_build_shows_the_last_lines_and_keeps_the_log(csrc: Path, tmp_p
     assert not [*log.parent.glob("*.so"), *log.parent.glob("*.build-*")]
 
 
-def test_without_a_compiler_a_shim_that_was_brought_here_serves(csrc: Path, tmp_path: Path) -> None:
-    path = shim_build.ensure_shim(toolbox(tmp_path, compiler=counting_compiler(tmp_path)))
+def test_without_a_compiler_a_shim_that_was_brought_here_serves(
+    settings: Config, tmp_path: Path
+) -> None:
+    path = shim_build.ensure_shim(settings)
     assert shim_build.ensure_shim(toolbox(tmp_path, compiler="no-such-c++")) == path
 
 
@@ -160,7 +161,7 @@ def test_folders_are_tried_in_this_order(settings: Config, first: str) -> None:
     assert folders[-1].parent.name == f"vramx-{os.geteuid()}"
 
 
-def test_where_the_first_folder_cannot_be_made_the_next_is_used(
+def test_the_next_folder_is_used_where_the_first_cannot_be_made(
     csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()  # a folder below a file: not even root can make it
@@ -180,8 +181,7 @@ def test_a_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_what_others_could_have_written_is_not_trusted(csrc: Path, tmp_path: Path) -> None:
-    settings = toolbox(tmp_path, compiler=counting_compiler(tmp_path))
+def test_what_others_could_have_written_is_not_trusted(settings: Config) -> None:
     path = shim_build.ensure_shim(settings)
     path.write_text("planted")
     path.chmod(0o777)
@@ -236,17 +236,14 @@ def test_the_installed_torch_is_read_without_importing_it() -> None:
     ("symbol", "abi"),
     [(b"\0_ZN3c105ErrorC2ENS_14SourceLocationESs\0", False), (b"\0other\0", True)],
 )
-def test_the_abi_is_read_off_a_symbol(tmp_path: Path, symbol: bytes, abi: bool) -> None:
+def test_the_abi_is_read_off_a_symbol_and_an_old_torch_refused(
+    tmp_path: Path, symbol: bytes, abi: bool
+) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libc10.so").write_bytes(symbol)
     (tmp_path / "version.py").write_text("__version__ = '2.6.0+cu124'\ncuda: str = '12.4'\n")
     facts = read_torch(tmp_path)
     assert (facts.cxx11_abi, facts.cuda, facts.release) == (abi, "12.4", "2.6.0")
-
-
-def test_an_old_torch_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "libc10.so").write_bytes(b"x")
     (tmp_path / "version.py").write_text("__version__ = '2.5.1'\n")
     with pytest.raises(InstallError, match=r"torch 2\.5\.1 is too old"):
         read_torch(tmp_path)
@@ -272,48 +269,3 @@ def test_headers_of_torchs_own_wheels_come_before_a_toolkit(tmp_path: Path) -> N
 def test_the_shim_links_neither_cudart_nor_libcuda() -> None:
     linked = [flag for flag in toolchain.link_flags(installed_torch()) if flag.startswith("-l")]
     assert set(linked) <= {"-lc10", "-lc10_cuda", "-ltorch_cuda"}
-
-
-# --- the package ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a wheel would hold, but for the compiled core."""
-    folder = tmp_path_factory.mktemp("packed")
-    # Beside the checkout's own build folder, which another test may be using.
-    beside = ["build_py", "--build-lib", str(folder), "egg_info", "--egg-base", str(folder)]
-    done = python("setup.py", "--quiet", *beside, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-def test_the_sources_of_the_shim_travel_in_the_wheel(packed: Path) -> None:
-    ours = ROOT / "csrc"
-    wanted = {
-        path.relative_to(ours)
-        for pattern in shim_build.SOURCE_PATTERNS
-        for path in ours.glob(pattern)
-    }
-    found = packed / "vramx" / "csrc"
-    assert wanted == {path.relative_to(found) for path in found.rglob("*") if path.is_file()}
-    assert Path("process/allocators.h") in wanted
-
-
-def test_the_entry_point_travels_in_the_wheel(packed: Path) -> None:
-    text = next(packed.glob("*.egg-info")).joinpath("entry_points.txt").read_text()
-    assert "[torch.backends]\nvramx = vramx._autoload:_autoload" in text
-
-
-def test_the_version_of_the_package_is_that_of_the_module(packed: Path) -> None:
-    text = next(packed.glob("*.egg-info")).joinpath("PKG-INFO").read_text()
-    assert f"\nVersion: {vramx.__version__}\n" in text
-
-
-def test_a_package_that_came_in_a_wheel_finds_its_sources(
-    packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not (ROOT / "csrc" / "torch").is_dir():
-        pytest.skip("this checkout has no shim")
-    monkeypatch.setattr(toolchain, "_PACKAGE", packed / "vramx")
-    assert toolchain.find_sources() == packed / "vramx" / "csrc"

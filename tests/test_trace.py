@@ -85,13 +85,8 @@ WRONG = [
         for version in (0, 3, [1, 1], 1.5, "1")
     ),
     *(
-        ({"size": array}, r"array 'size' is .*; 1-D uint64 is accepted")
-        for array in (
-            np.zeros(4, np.int64),
-            np.zeros(4),
-            np.zeros((2, 2), "u8"),
-            np.zeros(4, ">u8"),
-        )
+        ({"size": np.zeros(shape, dtype)}, r"array 'size' is .*; 1-D uint64 is accepted")
+        for shape, dtype in ((4, "i8"), (4, "f8"), ((2, 2), "u8"), (4, ">u8"))
     ),
     ({"size": np.zeros(3, "u8")}, r"unequal lengths \(op 4, id 4, size 3, stream 4, t 4\)"),
     (EMPTY, "the trace is empty"),
@@ -138,11 +133,9 @@ def test_a_trace_with_changed_bytes_never_fails_otherwise(traces: Path, tmp_path
 
 
 def test_an_array_that_claims_too_much_is_not_unpacked(tmp_path: Path) -> None:
-    path = tmp_path / "bomb.npz"
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": "|u1", "fortran_order": False, "shape": (1 << 50,)}
-    )
+    path, header = tmp_path / "bomb.npz", io.BytesIO()
+    shape = {"descr": "|u1", "fortran_order": False, "shape": (1 << 50,)}
+    np.lib.format.write_array_header_1_0(header, shape)
     with zipfile.ZipFile(path, "w") as archive:
         for name in ARRAYS:
             archive.writestr(f"{name}.npy", header.getvalue())
@@ -151,18 +144,17 @@ def test_an_array_that_claims_too_much_is_not_unpacked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"hello world\n", b"\x7fELF\x02\x01", b"\x00" * 100])
-def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_other_files_are_refused_and_missing_ones_and_folders_told_apart(
+    tmp_path: Path, content: bytes
+) -> None:
     path = tmp_path / "other.npz"
+    with pytest.raises(TraceError, match="No such file"):
+        load_trace(path)
+    with pytest.raises(TraceError, match="it is a directory"):
+        load_trace(tmp_path)
     path.write_bytes(content)
     with pytest.raises(TraceError, match=r"a trace \(\.npz\) or a torch snapshot is accepted"):
         load_trace(path)
-
-
-def test_missing_file_and_directory_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="No such file"):
-        load_trace(tmp_path / "absent.npz")
-    with pytest.raises(TraceError, match="it is a directory"):
-        load_trace(tmp_path)
 
 
 class _Trap:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from failing_program import GIB, Program, cuda, fail_with, shim
-from fake_cuda import FakeCuda, fail_to_build
+from failing_program import GIB, Program, cuda, shim
+from fake_cuda import FakeCuda, fail_to_build, fail_with
 
 import vramx
 from vramx import _autoload, config
@@ -16,6 +16,12 @@ from vramx.allocator import oom_snapshot, peaks
 from vramx.errors import ShimError, VramxWarning
 
 __all__ = ["cuda", "shim"]
+
+
+@pytest.fixture(autouse=True)
+def _asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have VRAMX=1 be set, which a program that installs by itself has no use for."""
+    monkeypatch.setattr(config, "is_enabled", lambda: True)
 
 
 def test_without_a_folder_of_its_own_it_goes_to_the_cache(cuda: FakeCuda, tmp_path: Path) -> None:
@@ -74,7 +80,7 @@ def test_late_installation_is_watched_at_once(cuda: FakeCuda, tmp_path: Path) ->
 
 
 def test_what_was_held_at_most_is_written_at_exit_also_where_counters_are_set_back(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, tmp_path: Path
 ) -> None:
     at_exit: list[Any] = []
     held = {0: 5 * GIB, 1: 0}
@@ -83,7 +89,6 @@ def test_what_was_held_at_most_is_written_at_exit_also_where_counters_are_set_ba
     set_back = "_cuda_resetPeakMemoryStats"
     cuda.patch.setattr(torch._C, set_back, lambda device: held.update({device: 0}), raising=False)
     cuda.configure(enabled=True, allocator="torch", peaks_dir=tmp_path, oom_snapshot=False)
-    monkeypatch.setattr(config, "is_enabled", lambda: True)
     _autoload._autoload()
     cuda.initialise()
     assert not vramx.allocator_installed()
@@ -96,13 +101,12 @@ def test_what_was_held_at_most_is_written_at_exit_also_where_counters_are_set_ba
 
 @pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])
 def test_an_allocator_that_tells_nothing_is_watched_for_the_rest(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+    cuda: FakeCuda, tmp_path: Path, backend: str
 ) -> None:
     at_exit: list[Any] = []
     cuda.patch.setattr(peaks.atexit, "register", at_exit.append)
     cuda.backend = backend
     cuda.configure(enabled=True, allocator="torch", record=True, peaks_dir=tmp_path, limit="20GiB")
-    monkeypatch.setattr(config, "is_enabled", lambda: True)
     _autoload._autoload()
     cuda.initialise()
     for action in at_exit:
@@ -112,12 +116,9 @@ def test_an_allocator_that_tells_nothing_is_watched_for_the_rest(
     assert peaks.read(tmp_path).allocators == {"torch"}
 
 
-def test_the_limit_holds_for_torchs_own_allocator(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_limit_holds_for_torchs_own_allocator(cuda: FakeCuda) -> None:
     cuda.current = 0
     cuda.configure(enabled=True, allocator="torch", limit="20GiB", oom_snapshot=False)
-    monkeypatch.setattr(config, "is_enabled", lambda: True)
     _autoload._autoload()
     cuda.initialise()
     assert sorted(cuda.fractions) == [(0.25, 0), (0.25, 1)]

@@ -57,6 +57,13 @@ def new_pool(**options: bool) -> Any:
     return torch.cuda.MemPool(**options)
 
 
+def pool_with_a_block() -> tuple[Any, torch.Tensor]:
+    """Make a pool and a block of threes in it."""
+    pool = new_pool()
+    with torch.cuda.use_mem_pool(pool):
+        return pool, block(SIZE, 3)
+
+
 def holds_address(segments: list[dict[str, Any]], address: int) -> bool:
     return any(
         segment["address"] <= address < segment["address"] + segment["total_size"]
@@ -65,9 +72,7 @@ def holds_address(segments: list[dict[str, Any]], address: int) -> bool:
 
 
 def test_what_is_allocated_inside_is_in_the_pool_and_the_rest_is_not() -> None:
-    pool = new_pool()
-    with torch.cuda.use_mem_pool(pool):
-        inside = block(SIZE, 3)
+    pool, inside = pool_with_a_block()
     outside = block(SIZE, 5)
     segments = pool.snapshot()
     assert holds_address(segments, inside.data_ptr())
@@ -79,9 +84,7 @@ def test_what_is_allocated_inside_is_in_the_pool_and_the_rest_is_not() -> None:
 
 def test_pools_count_in_the_statistics() -> None:
     allocated = torch.cuda.memory_allocated()
-    pool = new_pool()
-    with torch.cuda.use_mem_pool(pool):
-        inside = block(SIZE)
+    _pool, inside = pool_with_a_block()
     assert torch.cuda.memory_allocated() - allocated == SIZE
     assert torch.cuda.max_memory_allocated() - allocated == SIZE
     segments = torch.cuda.memory_snapshot()
@@ -91,9 +94,7 @@ def test_pools_count_in_the_statistics() -> None:
 
 def test_a_pool_gives_its_memory_back() -> None:
     held = torch.cuda.memory_reserved()
-    pool = new_pool()
-    with torch.cuda.use_mem_pool(pool):
-        inside = block(SIZE)
+    pool, inside = pool_with_a_block()
     assert torch.cuda.memory_reserved() >= held + SIZE
     del inside, pool
     settle()
@@ -124,9 +125,7 @@ def test_a_pool_that_is_being_filled_takes_no_requests_of_other_threads() -> Non
 
 
 def test_a_tensor_may_outlive_its_pool() -> None:
-    pool = new_pool()
-    with torch.cuda.use_mem_pool(pool):
-        inside = block(SIZE, 3)
+    pool, inside = pool_with_a_block()
     del pool
     gc.collect()
     assert holds(inside, 3)
@@ -136,9 +135,7 @@ def test_a_tensor_may_outlive_its_pool() -> None:
 
 
 def test_record_stream_works_on_memory_of_a_pool() -> None:
-    pool = new_pool()
-    with torch.cuda.use_mem_pool(pool):
-        inside = block(SIZE, 3)
+    _pool, inside = pool_with_a_block()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from budget_models import PROGRAMS, Language
+from predict_tools import peak
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -46,22 +47,15 @@ def others() -> int:
     return torch.cuda.memory_allocated()
 
 
-@pytest.mark.parametrize("kind", [name for name in PROGRAMS if name != "recurrent"])
+@pytest.mark.parametrize("kind", PROGRAMS)
 def test_a_step_is_predicted_within_three_percent(kind: str) -> None:
     before = others()
     program = PROGRAMS[kind]()
-    predicted = vramx.predict(program.step, BATCH, policies="live").peak_bytes()
-    real = measured(program.step, BATCH) - before
-    assert abs(predicted - real) <= ERROR * real + ROUNDING, (predicted, real)
-
-
-def test_a_recurrent_step_is_predicted_by_torchs_own_kernels() -> None:
-    before = others()
-    program = PROGRAMS["recurrent"]()
-    prediction = vramx.predict(program.step, BATCH, policies="live")
-    with torch.backends.cudnn.flags(enabled=False):
+    predicted = peak(program.step, BATCH)
+    # Of recurrent layers torch's own kernels are predicted.
+    with torch.backends.cudnn.flags(enabled=kind != "recurrent"):
         real = measured(program.step, BATCH) - before
-    assert abs(prediction.peak_bytes() - real) <= ERROR * real + ROUNDING
+    assert abs(predicted - real) <= ERROR * real + ROUNDING, (predicted, real)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -78,7 +72,7 @@ def test_recurrent_layers_are_predicted_by_torchs_own_kernels(
         (layer(x)[0] if min(lengths) == 256 else layer(rows)[0].data).square().mean().backward()
         layer.zero_grad()
 
-    predicted = vramx.predict(step, policies="live").peak_bytes()
+    predicted = peak(step)
     with torch.backends.cudnn.flags(enabled=False):
         real = measured(step) - before
     assert abs(predicted - real) <= ERROR * real + ROUNDING, (predicted, real)
@@ -97,7 +91,7 @@ def test_sparse_gradients_are_predicted_within_three_percent(kind: Any, optimize
         learner.step()
         learner.zero_grad()
 
-    predicted = vramx.predict(step, policies="live").peak_bytes()
+    predicted = peak(step)
     real = measured(step) - before
     assert abs(predicted - real) <= ERROR * real + ROUNDING, (predicted, real)
 
@@ -113,7 +107,7 @@ def test_levels_by_hooks_are_predicted_within_three_percent(level: str) -> None:
         loss.backward()
         model.zero_grad()
 
-    predicted = vramx.predict(step, levels=(level,), policies="live").peak_bytes()
+    predicted = peak(step, levels=(level,))
     if level == "recompute_all":
         vramx.checkpoint_modules(model, lambda each: each in list(model.blocks))
     elif level != "left":
@@ -138,7 +132,7 @@ def test_levels_of_known_blocks_are_predicted_within_three_percent(level: str) -
         model.zero_grad()
         return loss
 
-    predicted = vramx.predict(step, levels=(level,), policies="live").peak_bytes()
+    predicted = peak(step, levels=(level,))
     optimize(model, level)
     step()
     real = measured(step) - before

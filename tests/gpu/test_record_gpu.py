@@ -11,28 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from record_tools import PROGRAMS, WIDTH, Kept, loss_of, storage_bytes
+from record_tools import PROGRAMS, WIDTH, Kept, by_category, loss_of, path, storage_bytes
 from torch import nn
 
 import vramx
 from gpu.tools import MIB, block, captured, failure_of, room
 from vramx.memory import categories as names
 from vramx.memory import history
-from vramx.memory.holders import holders
 from vramx.memory.snapshot import Snapshot
 from vramx.memory.stacks import describe
 from vramx.nn import Linear, RMSNorm, SiLU
 
+__all__ = ["path"]
 pytestmark = pytest.mark.gpu
 
-NAMES = ("residuals", "convolutions", "checkpointed", "named")
 # Of a tensor that says, in the history, when something was.
 SIGN_BYTES = 777
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run.pickle"
 
 
 def program(name: str) -> tuple[Any, Any]:
@@ -58,10 +52,6 @@ def event_of_sign(snapshot: Snapshot) -> int:
     return int(snapshot.event[snapshot.rows_of_allocation[number]])
 
 
-def by_category(snapshot: Snapshot, event: int) -> dict[str, int]:
-    return {each.name: each.bytes for each in holders(snapshot, event, "category")}
-
-
 def listed(snapshot: Snapshot, event: int, category: str) -> str:
     """Return each block of a category: its bytes, its module and its lines, the largest first."""
     blocks, number = snapshot.allocations, snapshot.categories.index(category)
@@ -78,7 +68,7 @@ def block_bytes_at(snapshot: Snapshot, event: int) -> int:
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_categories_sum_to_what_torch_counts(
     name: str, amp: bool, path: Path, allocator: str
 ) -> None:
@@ -98,16 +88,14 @@ def test_categories_sum_to_what_torch_counts(
     found = by_category(snapshot, snapshot.peak_event)
     assert set(found) <= set(names.CATEGORIES)
     assert sum(found.values()) == stats["requested_bytes.all.peak"]
-    assert (
-        sum(by_category(snapshot, snapshot.end_event).values())
-        == (stats["requested_bytes.all.current"])
-    )
+    at_end = by_category(snapshot, snapshot.end_event)
+    assert sum(at_end.values()) == stats["requested_bytes.all.current"]
     assert block_bytes_at(snapshot, snapshot.end_event) == allocated
     assert snapshot.peak_block_bytes == stats["allocated_bytes.all.peak"]
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_moment_before_backward_holds_what_is_counted_there(
     name: str, amp: bool, path: Path
 ) -> None:

@@ -25,16 +25,19 @@ def blocks_of(segments: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [piece for segment in segments for piece in segment["blocks"]]
 
 
-def active_at(segments: list[dict[str, Any]], address: int) -> dict[str, Any]:
-    """Return the one active block that holds an address."""
-    found = [
+def all_active_at(segments: list[dict[str, Any]], address: int) -> list[dict[str, Any]]:
+    return [
         piece
         for piece in blocks_of(segments)
         if piece["state"] == "active_allocated"
         and piece["address"] <= address < piece["address"] + piece["size"]
     ]
-    assert len(found) == 1
-    return found[0]
+
+
+def active_at(segments: list[dict[str, Any]], address: int) -> dict[str, Any]:
+    """Return the one active block that holds an address."""
+    (found,) = all_active_at(segments, address)
+    return found
 
 
 def events(action: str) -> list[dict[str, Any]]:
@@ -82,11 +85,7 @@ def test_a_freed_tensor_is_in_no_active_block() -> None:
     tensor = block(32 * MIB)
     address = tensor.data_ptr()
     del tensor
-    assert not [
-        piece
-        for piece in blocks_of(torch.cuda.memory_snapshot())
-        if piece["address"] == address and piece["state"] == "active_allocated"
-    ]
+    assert not all_active_at(torch.cuda.memory_snapshot(), address)
 
 
 def test_a_dumped_snapshot_is_a_pickle_of_plain_data(tmp_path: Path) -> None:

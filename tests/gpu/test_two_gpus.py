@@ -7,15 +7,11 @@ import torch
 
 from gpu import runner
 from gpu.runner import Outcome
-from gpu.tools import LONG_SLEEP, MIB, holds, room, settle
+from gpu.tools import LONG_SLEEP, MIB, holds, on, room, settle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
 SIZE = 64 * MIB
-
-
-def on(device: int, size_bytes: int, value: int):
-    return torch.full((size_bytes,), value, dtype=torch.uint8, device=f"cuda:{device}")
 
 
 # --- copies ---------------------------------------------------------------------------------------

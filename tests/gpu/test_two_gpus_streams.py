@@ -13,20 +13,16 @@ import time
 import pytest
 import torch
 
-from gpu.tools import LONG_SLEEP, MIB, holds, overwrite
+from gpu.tools import LONG_SLEEP, MIB, holds, on, overwrite
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
 SIZE = 64 * MIB
 
 
-def on(device: int, value: int):
-    return torch.full((SIZE,), value, dtype=torch.uint8, device=f"cuda:{device}")
-
-
 def let_in_gpu_1() -> None:
     """Have torch let GPU 1 into memory of GPU 0: its copies are made by the GPU of the source."""
-    on(1, 1).to("cuda:0")
+    on(1, SIZE, 1).to("cuda:0")
 
 
 def wait_for_both() -> None:
@@ -48,7 +44,7 @@ def read_late(*, recorded: bool) -> bool:
     """Free a tensor of GPU 0 that GPU 1 still reads; say whether it read what was in it."""
     let_in_gpu_1()
     stream = torch.cuda.Stream(device=1)
-    source, result = on(0, 1), on(1, 0)
+    source, result = on(0, SIZE, 1), on(1, SIZE, 0)
     wait_for_both()
     slow_read(source, result, stream)
     if recorded:
@@ -81,13 +77,13 @@ def test_memory_that_the_other_gpu_read_is_used_again_afterwards() -> None:
 def test_the_owner_does_not_wait_for_the_other_gpu() -> None:
     let_in_gpu_1()
     stream = torch.cuda.Stream(device=1)
-    source, result = on(0, 1), on(1, 0)
+    source, result = on(0, SIZE, 1), on(1, SIZE, 0)
     wait_for_both()
     slow_read(source, result, stream)
     source.record_stream(stream)
     del source
     start = time.perf_counter()
-    taken = on(0, 2)
+    taken = on(0, SIZE, 2)
     torch.cuda.current_stream(0).synchronize()
     waited_s, is_busy = time.perf_counter() - start, not stream.query()
     wait_for_both()

@@ -64,6 +64,11 @@ def block(size_bytes: int, value: int | None = None) -> torch.Tensor:
     return torch.full((size_bytes,), value, dtype=torch.uint8, device="cuda")
 
 
+def on(device: int, size_bytes: int, value: int) -> torch.Tensor:
+    """Return a block of one of several GPUs."""
+    return torch.full((size_bytes,), value, dtype=torch.uint8, device=f"cuda:{device}")
+
+
 def holds(tensor: torch.Tensor, value: int) -> bool:
     """Say whether every element is `value`. Allocates no more than a byte for each element."""
     return bool((tensor == value).all())

@@ -1,17 +1,24 @@
-"""What a budget leaves is for states that would wait on the host, and is weighed against blocks."""
+"""What an optimizer's states and step take, and what a budget leaves for states that would wait."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from odd_optimizers import Odd, looking_back
 from optimizer_tools import LateLink, link
-from plan_tools import counted_time
-from test_plan_loop import model_and_rows
+from plan_tools import PACKED_ROWS, Stack, counted_time, rows
+from torch import nn
 
 import vramx
 from vramx.compression.offload.transport import Lane
+from vramx.errors import InvalidValueError
 from vramx.optimizers.options import bucket_bytes_of
-from vramx.planning.states import rounds_of
+from vramx.optimizers.slots import SLOTS
+from vramx.planning.meters import HostMeter
+from vramx.planning.states import cost_of, rounds_of, tensors_of
 from vramx.planning.timeline import Cost, Place, Timeline
 from vramx.planning.waiting import Waiting, ms_per_byte
 
@@ -19,8 +26,84 @@ __all__ = ["counted_time", "link"]
 pytestmark = pytest.mark.usefixtures("seeded", "counted_time")
 
 
+def give_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def test_a_step_lets_go_of_one_parameters_temporaries_late() -> None:
+    """torch's AdamW, one after another: the last one's are there as the next one's come."""
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    cost = cost_of(optimizer, HostMeter(model))
+    give_gradients(model)
+    optimizer.step()
+    meter = HostMeter(model, tensors_of(optimizer.state))
+    with meter.watching():
+        before = meter.allocated_bytes()
+        optimizer.step()
+    assert cost.step_bytes == meter.peak_bytes() - before > max(cost.temporary_bytes.values())
+
+
+class KeepsSome(torch.optim.SGD):
+    """Keeps a half of each parameter's temporaries until all are stepped."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        kept = []
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            kept.append(parameter.grad * 2)
+            parameter.sub_(kept[-1] * 1e-3)
+
+
+@pytest.mark.parametrize("make", [partial(Odd, change=looking_back), KeepsSome])
+def test_what_a_step_takes_later_or_at_first_or_of_all_parameters_counts(make: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32 * n, bias=False) for n in (1, 2, 2, 3)))
+    optimizer = make(model.parameters())
+    cost = cost_of(optimizer, HostMeter(model))
+    taken = []
+    for _ in range(6):
+        give_gradients(model)
+        meter = HostMeter(model, tensors_of(optimizer.state))
+        with meter.watching():
+            optimizer.step()
+        taken.append(meter.peak_bytes() - meter.allocated_bytes())
+    assert cost.states_bytes == sum(state.nbytes for state in tensors_of(optimizer.state))
+    assert max(taken) <= cost.step_bytes <= 1.01 * max(taken)
+
+
+def test_states_of_frozen_parameters_are_none() -> None:
+    model = Stack(2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for parameter in model.blocks.parameters():
+        parameter.requires_grad_(False)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert cost_of(optimizer, HostMeter(model)).states_bytes == trained
+
+
+def test_states_on_their_way_from_the_host_count_and_those_that_wait_do_not(link: LateLink) -> None:
+    model, sample = Stack(2), rows(64)
+    optimizer = vramx.offload_optimizer(torch.optim.AdamW(model.parameters()), bucket=1, least=1)
+    cost = cost_of(optimizer, HostMeter(model))
+    largest = max(p.nbytes for p in model.parameters())
+    assert (cost.states_bytes, cost.slots_bytes) == (0, SLOTS * 2 * largest)  # AdamW's two
+    # They come when activations are gone.
+    assert vramx.plan(model, sample, levels=("left",), optimizer=optimizer).added_bytes == 0
+
+
+def test_an_optimizer_that_has_its_parameters_elsewhere_too_is_refused() -> None:
+    net = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), 1.0)
+    optimizer.blocks = [{"of": parameter} for parameter in net.parameters()]  # type: ignore[attr-defined]
+    with pytest.raises(InvalidValueError, match=r"in 'blocks' .* give the bytes of its states"):
+        cost_of(optimizer, HostMeter(net))
+
+
+# --- states that would wait on the host -----------------------------------------------------------
+
+
 def test_states_have_what_the_budget_leaves_while_the_plan_is_applied(link: LateLink) -> None:
-    model, sample = model_and_rows(2, 64)
+    model, sample = Stack(2), rows(64)
     optimizer = torch.optim.AdamW(model.parameters())
     vramx.offload_optimizer(optimizer, in_backward=True, bucket=1, least=1)
     whole = vramx.plan(model, sample, "1GiB", levels=("left",), optimizer=optimizer)
@@ -47,7 +130,7 @@ def test_states_have_what_the_budget_leaves_while_the_plan_is_applied(link: Late
 
 @pytest.mark.parametrize(("bucket", "like"), [(1, "stepped"), (1 << 30, "fresh")])
 def test_gradients_of_a_bucket_wait_for_its_last(link: LateLink, bucket: int, like: str) -> None:
-    model, sample = model_and_rows(3)
+    model, sample = Stack(3), rows(PACKED_ROWS // 4)
     expected = vramx.plan(model, sample, levels=("left",), gradients=like)
     optimizer = torch.optim.AdamW(model.parameters())
     vramx.offload_optimizer(optimizer, in_backward=True, bucket=bucket, least=1)
