@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from vramx.memory.history import TICK_BYTES, Tick, clock_ns
 from vramx.memory.tensors import plain_tensors
 
+_TICK_ADDRESS = 64  # of no storage
 FRAMES = [{"name": "step", "filename": "train.py", "line": 7}]
 
 
@@ -46,8 +47,11 @@ class CpuHistory(TorchDispatchMode):
 
     def tick(self) -> Tick | None:
         begin_ns = clock_ns()
-        memory = torch.empty(TICK_BYTES, dtype=torch.uint8)
-        return Tick(begin_ns, clock_ns(), self._now_us() * 1000, memory.data_ptr())
+        self._log("alloc", _TICK_ADDRESS, TICK_BYTES, frames=FRAMES)
+        tick = Tick(begin_ns, clock_ns(), self._now_us() * 1000, _TICK_ADDRESS)
+        for action in ("free_requested", "free_completed"):
+            self._log(action, _TICK_ADDRESS, TICK_BYTES)
+        return tick
 
     def finish(self) -> dict[str, Any]:
         self.__exit__(None, None, None)

@@ -228,6 +228,23 @@ def test_a_folder_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> N
         recorder(tmp_path / "gone" / "run.pickle", CpuHistory()).start()
 
 
+def test_a_tick_makes_no_tensor_that_a_transform_or_a_trace_would_see(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", lambda size: size)
+    freed: list[int] = []
+    monkeypatch.setattr(torch.cuda, "caching_allocator_delete", freed.append)
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        assert CudaHistory().tick() is not None
+        return x * 2
+
+    torch.func.vmap(doubled)(torch.ones(2))
+    assert "empty" not in str(torch.jit.trace(doubled, torch.ones(2), check_trace=False).graph)
+    assert freed == [TICK_BYTES] * 2
+
+
 def test_a_tick_that_finds_no_memory_is_no_failure_of_the_program(path: Path) -> None:
     class Full(CpuHistory):
         def tick(self) -> None:

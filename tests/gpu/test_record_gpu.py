@@ -13,6 +13,7 @@ import pytest
 import torch
 from record_tools import PROGRAMS, WIDTH, Kept, by_category, loss_of, path, storage_bytes
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vramx
 from gpu.tools import MIB, block, captured, failure_of, room
@@ -221,3 +222,21 @@ def test_a_compiled_model_is_recorded(path: Path) -> None:
     peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
     snapshot = vramx.Snapshot.load(path)
     assert sum(by_category(snapshot, snapshot.peak_event).values()) == peak
+
+
+def test_a_tick_is_no_operation_of_the_program() -> None:
+    """It comes at any time: within transforms, traces and modes, which see no tensor of it."""
+    ticks: list[Any] = []
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        ticks.append(history.CudaHistory().tick())
+        return x * 2
+
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    assert torch.equal(torch.func.vmap(doubled)(x), 2 * x)
+    assert torch.equal(torch.func.grad(lambda x: doubled(x).sum())(x), torch.full_like(x, 2))
+    assert "empty" not in str(torch.jit.trace(doubled, x, check_trace=False).graph)
+    with FakeTensorMode():
+        doubled(torch.empty(3, device="cuda"))
+    assert len(ticks) == 4
+    assert all(tick.address for tick in ticks)

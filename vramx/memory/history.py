@@ -92,10 +92,13 @@ class CudaHistory:
             return None
         begin_ns = clock_ns()
         try:
-            memory = torch.empty(TICK_BYTES, dtype=torch.uint8, device="cuda")
+            # No tensor: the program may be within a transform, a trace or a mode that would see it.
+            address = torch.cuda.caching_allocator_alloc(TICK_BYTES)
         except torch.OutOfMemoryError:
             return None
-        return Tick(begin_ns, clock_ns(), time.time_ns(), memory.data_ptr())
+        tick = Tick(begin_ns, clock_ns(), time.time_ns(), address)
+        torch.cuda.caching_allocator_delete(address)
+        return tick
 
     def finish(self) -> dict[str, Any]:
         import torch
