@@ -102,6 +102,20 @@ def test_transforms_are_given_to_torch() -> None:
         torch.func.grad(lambda x: gelu(x, keep=NEAREST).sum())(x.detach())
 
 
+@every_function
+def test_batched_gradients_are_those_of_each(name: str) -> None:
+    torch.manual_seed(0)
+    leaves = inputs()
+    result = (FUNCTIONS | ONCE_ONLY)[name](*leaves)
+    batch = torch.randn(3, *result.shape, generator=torch.Generator().manual_seed(2))
+
+    def gradients(of: Tensor, **options: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(result, leaves, of.to(result.dtype), True, **options)
+
+    each = [torch.stack(several) for several in zip(*map(gradients, batch), strict=True)]
+    torch.testing.assert_close(gradients(batch, is_grads_batched=True), tuple(each))
+
+
 def test_forward_derivatives_are_refused() -> None:
     import torch.autograd.forward_ad as forward_ad
 

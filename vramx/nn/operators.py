@@ -28,6 +28,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
 from vramx.compression.lifetime import outlive_all
+from vramx.nn.batched import call_each, is_batched
 from vramx.nn.keeping import PLAIN_TENSORS, Spec
 
 # Anything else among arguments may mean more than it holds: subclasses, proxies, symbolic numbers.
@@ -86,6 +87,8 @@ class Operator:
         """Call the operator; the first argument is a tensor."""
         if torch.compiler.is_dynamo_compiling():  # an export that is not Dynamo's has a mode
             return self._overload(*args)
+        if is_batched(args):
+            return call_each(self, args)
         flat = _flattened(args, self._lists) if self._lists else args
         if self.is_watched(flat):
             return self._overload(*args)
