@@ -281,6 +281,14 @@ def test_recomputed_blocks_leave_a_new_cache_empty_and_say_so(
     assert error(found[0], original(**inputs, **{word: copy.deepcopy(cache)})[0]) < ROUNDING
 
 
+def test_torch_fx_traces_the_original_through_recomputed_blocks() -> None:
+    model = timm_vit()
+    pixels = torch.randn(2, 3, 16, 16)
+    expected = model(pixels)
+    vramx.optimize(model, "recompute_all")
+    assert error(torch.fx.symbolic_trace(model)(pixels), expected) < ROUNDING
+
+
 def test_generation_is_the_originals_to_the_token() -> None:
     original, inputs = hugging_face(transformers, "llama")
     model = optimised_copy(original)

@@ -35,8 +35,10 @@ from vramx.nn.keeping import PLAIN_TENSORS, Spec
 _PLAIN = frozenset(
     (*PLAIN_TENSORS, type(None), bool, int, float, str, torch.dtype, list, tuple, torch.Size, Spec)
 )
-# What torch.library runs implementations in: views that they return are no views to autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+# What torch.library runs implementations in: views that they return are no views to autograd, which
+# would let nobody write into them.
+_below_views: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 class Operator:
@@ -93,7 +95,7 @@ class Operator:
         if self.is_watched(flat):
             return self._overload(*args)
         if self._apply is None or not torch.is_grad_enabled():
-            with below_autograd():
+            with _below_views():
                 return self.implementation(*args)
         return self._apply(*flat, args, self._lists) if self._lists else self._apply(*flat)
 
@@ -191,8 +193,9 @@ def _function_of(
 ) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
         outlive_all(args)
-        with below_autograd():
+        with _below_views():
             output = implementation(*args)
+        with below_autograd():
             setup_context(ctx, args, output)
         return output
 
@@ -215,8 +218,9 @@ def _function_of_lists(
         inputs, lists = args[-2:]
         ctx.lists = [(i, len(inputs[i])) for i in lists]
         outlive_all(inputs)
-        with below_autograd():
+        with _below_views():
             output = implementation(*inputs)
+        with below_autograd():
             setup_context(ctx, inputs, output)
         ctx.gives_list = isinstance(output, list)
         return tuple(output) if ctx.gives_list else output

@@ -284,7 +284,8 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
 
 def _refuse_left_empty(module: Fused, call: dict[str, Any]) -> None:
     """Raise if a block is given a cache again that it has put nothing into."""
-    if id(module) in getattr(cache_of(call)[1], "vramx_left_by", ()):
+    cache = cache_of(call)[1]  # or what torch.fx passes through a module, which has any attribute
+    if id(module) in getattr(cache, "__dict__", {}).get("vramx_left_by", ()):
         raise VramxError(LEFT_EMPTY)
 
 
