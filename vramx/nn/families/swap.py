@@ -177,7 +177,7 @@ class Fusing(Swapped):
             return forward(*args, **kwargs)
         # torch 2.6 compiles neither a zip() of what differs in length nor a sum of dictionaries.
         call = {**dict(zip(self.arguments[: len(args)], args, strict=True)), **kwargs}
-        if self.settings.level == RECOMPUTE_ALL and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.settings.level == RECOMPUTE_ALL:
             _refuse_left_empty(module, call)
         fused = _learns(module, call) and not _is_called_otherwise()
         fused = fused and self._finds_its_parts(module)
