@@ -505,3 +505,20 @@ def test_a_gradient_within_a_region_moves_no_statistics() -> None:
     expected = gradients(lambda function, x: function(x))
     found = gradients(lambda function, x: vramx.checkpoint(function, x, level="keep"))
     assert all(map(torch.equal, found, expected))
+
+
+def test_statistics_of_a_module_of_torch_script_move_once() -> None:
+    def trained(*, checkpointed: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU())
+        traced = nn.Sequential(torch.jit.trace(block, torch.randn(4, 8)))
+        model = nn.Sequential(nn.Linear(8, 8), traced)
+        if checkpointed:
+            vramx.checkpoint_modules(model, "1", level="keep")
+        for _ in range(3):
+            model(torch.randn(16, 8)).square().sum().backward()
+        gradients = {f"{name}'": p.grad for name, p in model.named_parameters()}
+        return {**dict(model.named_buffers()), **gradients}
+
+    expected, found = trained(checkpointed=False), trained(checkpointed=True)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)

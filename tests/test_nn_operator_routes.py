@@ -102,6 +102,36 @@ def test_transforms_are_given_to_torch() -> None:
         torch.func.grad(lambda x: gelu(x, keep=NEAREST).sum())(x.detach())
 
 
+@every_function
+def test_batched_gradients_are_those_of_each(name: str) -> None:
+    torch.manual_seed(0)
+    leaves = inputs()
+    result = (FUNCTIONS | ONCE_ONLY)[name](*leaves)
+    batch = torch.randn(3, *result.shape, generator=torch.Generator().manual_seed(2))
+
+    def gradients(of: Tensor, **options: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(result, leaves, of.to(result.dtype), True, **options)
+
+    each = [torch.stack(several) for several in zip(*map(gradients, batch), strict=True)]
+    torch.testing.assert_close(gradients(batch, is_grads_batched=True), tuple(each))
+
+
+@every_function
+def test_results_may_be_written_into(name: str) -> None:
+    """What backward reads of them aside, which torch says in its own words."""
+    rows = (2, 2, HIDDEN) if name in ("linear", "mlp", "two_linears") else (4, HIDDEN)
+    found = []
+    for write in (Tensor.add, Tensor.add_):
+        torch.manual_seed(0)
+        x, weight = leaves = inputs()
+        before = x.detach().clone()
+        result = (FUNCTIONS | ONCE_ONLY)[name](x.view(rows), weight)
+        write(result, 1.0).square().sum().backward()
+        assert torch.equal(x, before)
+        found.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_forward_derivatives_are_refused() -> None:
     import torch.autograd.forward_ad as forward_ad
 

@@ -30,7 +30,7 @@ from optimize_tools import (
 
 import vramx
 from vramx import errors
-from vramx.errors import VramxWarning
+from vramx.errors import VramxError, VramxWarning
 from vramx.nn import products
 from vramx.nn.families import attention
 from vramx.nn.families import decoder as decoder_family
@@ -268,6 +268,10 @@ def test_recomputed_blocks_leave_a_new_cache_empty_and_say_so(
     word = cache_word(original)
     assert found[word].get_seq_length() == 0
     assert error(found[0], original(**inputs)[0]) < ROUNDING
+    for again in (model, model.eval()):
+        with pytest.raises(VramxError, match="left empty"):
+            again(**inputs, **{word: copy.deepcopy(found[word])})
+    model.train()
     # What a cache has already is part of the result: such a call is not recomputed.
     with torch.no_grad():
         cache = original(**inputs, use_cache=True)[word]
@@ -275,6 +279,14 @@ def test_recomputed_blocks_leave_a_new_cache_empty_and_say_so(
         found = model(**inputs, **{word: copy.deepcopy(cache)})
     assert [each.category for each in said].count(VramxWarning) == 1
     assert error(found[0], original(**inputs, **{word: copy.deepcopy(cache)})[0]) < ROUNDING
+
+
+def test_torch_fx_traces_the_original_through_recomputed_blocks() -> None:
+    model = timm_vit()
+    pixels = torch.randn(2, 3, 16, 16)
+    expected = model(pixels)
+    vramx.optimize(model, "recompute_all")
+    assert error(torch.fx.symbolic_trace(model)(pixels), expected) < ROUNDING
 
 
 def test_generation_is_the_originals_to_the_token() -> None:

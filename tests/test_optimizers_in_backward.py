@@ -178,6 +178,19 @@ def test_a_second_backward_before_the_step_is_refused(link: LateLink) -> None:
     assert link.copies
 
 
+def test_a_kept_graph_and_zeros_are_said_not_to_be_what_they_were(link: LateLink) -> None:
+    network, optimizer = offloaded(bucket=1)
+    loss = network(torch.ones(5, 24)).square().sum()
+    with pytest.warns(VramxWarning, match="retain_graph=True.*modified"):
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
+    optimizer.step()
+    with pytest.warns(VramxWarning, match="set_to_none=False"):
+        optimizer.zero_grad(set_to_none=False)
+    assert link.copies
+
+
 NEEDS_ALL: dict[str, Callable[[list[Any]], Any]] = {
     "clipping by the norm": lambda p: nn.utils.clip_grad_norm_(p, 1.0),
     "clipping one by one": lambda p: nn.utils.clip_grad_norm_(p, 1.0, foreach=False),

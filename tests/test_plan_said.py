@@ -149,3 +149,9 @@ def test_progress_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         "plan: measuring blocks",
         "plan: running what should be the fastest",
     ]
+
+
+def test_a_model_with_a_module_of_torch_script_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4)))
+    with pytest.raises(InvalidValueError, match="1 is of TorchScript"):
+        vramx.plan(model, torch.ones(2, 4), budget=None)

@@ -28,14 +28,17 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
 from vramx.compression.lifetime import outlive_all
+from vramx.nn.batched import call_each, is_batched
 from vramx.nn.keeping import PLAIN_TENSORS, Spec
 
 # Anything else among arguments may mean more than it holds: subclasses, proxies, symbolic numbers.
 _PLAIN = frozenset(
     (*PLAIN_TENSORS, type(None), bool, int, float, str, torch.dtype, list, tuple, torch.Size, Spec)
 )
-# What torch.library runs implementations in: views that they return are no views to autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+# What torch.library runs implementations in: views that they return are no views to autograd, which
+# would let nobody write into them.
+_below_views: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 class Operator:
@@ -86,11 +89,13 @@ class Operator:
         """Call the operator; the first argument is a tensor."""
         if torch.compiler.is_dynamo_compiling():  # an export that is not Dynamo's has a mode
             return self._overload(*args)
+        if is_batched(args):
+            return call_each(self, args)
         flat = _flattened(args, self._lists) if self._lists else args
         if self.is_watched(flat):
             return self._overload(*args)
         if self._apply is None or not torch.is_grad_enabled():
-            with below_autograd():
+            with _below_views():
                 return self.implementation(*args)
         return self._apply(*flat, args, self._lists) if self._lists else self._apply(*flat)
 
@@ -188,8 +193,9 @@ def _function_of(
 ) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
         outlive_all(args)
-        with below_autograd():
+        with _below_views():
             output = implementation(*args)
+        with below_autograd():
             setup_context(ctx, args, output)
         return output
 
@@ -212,8 +218,9 @@ def _function_of_lists(
         inputs, lists = args[-2:]
         ctx.lists = [(i, len(inputs[i])) for i in lists]
         outlive_all(inputs)
-        with below_autograd():
+        with _below_views():
             output = implementation(*inputs)
+        with below_autograd():
             setup_context(ctx, inputs, output)
         ctx.gives_list = isinstance(output, list)
         return tuple(output) if ctx.gives_list else output

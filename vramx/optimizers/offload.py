@@ -131,7 +131,7 @@ class _Offloading(Restorable):
         self.__dict__["state"] = value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._vramx_rounds.discard()
+        self._vramx_rounds.discard(leaves_zeros=not set_to_none)
         self._vramx_original.zero_grad(self, set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:

@@ -90,6 +90,8 @@ class Rounds:
         place = self._places[id(parameter)]
         if place in self._round:
             raise OffloadError(stepped.TWICE)
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            warn_once(stepped.GRAPH_KEPT)
         if not self._round and self._order:
             place.stream.bring([each.number for each in self._order if each.stream is place.stream])
         if any(p.grad is None and p.requires_grad for p in place.bucket.parameters):
@@ -107,8 +109,10 @@ class Rounds:
             if each.grad is not None:
                 stepped.mark(each)
 
-    def discard(self) -> None:
+    def discard(self, *, leaves_zeros: bool) -> None:
         """Do what zero_grad() means: gradients are thrown away, but those that were stepped."""
+        if leaves_zeros and self._hooks:
+            warn_once(stepped.NO_ZEROS, stacklevel=4)
         if self._round:
             warn_once(
                 "zero_grad() came before step(), and parameters were stepped in backward already: "

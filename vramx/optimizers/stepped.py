@@ -22,6 +22,15 @@ TWICE = (
     "a parameter has got a second gradient before optimizer.step(): where steps are taken in "
     "backward, gradients cannot accumulate"
 )
+GRAPH_KEPT = (
+    "backward(retain_graph=True) where steps are taken in backward: a second pass through its "
+    "graph would meet stepped weights, which torch calls modified; add the losses for one, "
+    "or use in_backward=False"
+)
+NO_ZEROS = (
+    "zero_grad(set_to_none=False) where steps are taken in backward: gradients are gone after it, "
+    "and a parameter that a backward does not reach is not stepped, as with set_to_none=True"
+)
 _aten = torch.ops.aten
 _SUMS = (_aten.add_.Tensor, _aten.add.Tensor)  # autograd's
 # Of torch.nn.utils.clip_grad_norm_, whose largest norm stands in one of so many frames.

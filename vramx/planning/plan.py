@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 
 from vramx.errors import InvalidValueError, refused
@@ -113,6 +114,13 @@ def _check(model: nn.Module, sample: Any, budget: Budget) -> None:
         raise InvalidValueError(
             "model is compiled already, so that its blocks are not called; plan the model that "
             "torch.compile() was given, and compile afterwards"
+        )
+    script = torch.jit.ScriptModule
+    name = next((name for name, part in model.named_modules() if isinstance(part, script)), None)
+    if name is not None:
+        raise InvalidValueError(
+            f"{name or 'model'} is of TorchScript, whose buffers the steps of a plan could not put "
+            "back; plan the model before it is compiled"
         )
     budget_bytes_of(budget, device_of(model))
     check_sample(model, sample)

@@ -35,8 +35,21 @@ from vramx.recompute.objects import version_of
 _Members = dict[str, Any]  # the buffers of a module, or its parameters
 
 
+class _OfScript:
+    """Buffers of a module of TorchScript, which has them elsewhere: its dicts are views."""
+
+    def __init__(self, module: torch.jit.ScriptModule) -> None:
+        self._module = module
+
+    def get(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+
 class _Kept(NamedTuple):
-    members: _Members
+    members: _Members | _OfScript
     name: str
     value: Tensor | None  # as it was before; None: what it is now will do
 
@@ -68,6 +81,11 @@ class Buffers:
         self._known: set[tuple[int, str]] = set()  # what its module has written before
         self._left_alone: set[tuple[int, str]] = set()  # buffers that it has not
         for module in modules:
+            if isinstance(module, torch.jit.ScriptModule):  # whose operations nobody sees
+                own = _OfScript(module)
+                every = module.named_buffers(recurse=False)
+                self._kept += (_Kept(own, name, x.detach().clone()) for name, x in every)
+                continue
             written = _written.get(module, {}).get(module.training)
             for members, name, tensor in _changeable(module, written):
                 self.are_new = self.are_new or written is None

@@ -18,11 +18,13 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter, is_not
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vramx.recompute.buffers import tell_of_change
 
 _PLAIN = (Tensor, nn.Parameter, type(None))  # a buffer may be none
+_Script = torch.jit.ScriptModule
 _Members = dict[str, Any]  # of a module: parameters, buffers, parts or hooks
 _NONE: _Members = {}  # what every module without has; nothing is put into it
 _HOOKS = (
@@ -35,7 +37,8 @@ class Members:
     """The tensors, parts and hooks of modules as they are now, and parameters among arguments."""
 
     def __init__(self, modules: Iterable[nn.Module], leaves: Iterable[Any] = ()) -> None:
-        self._modules = tuple(modules)
+        # What a module of TorchScript is made of does not change once it is compiled.
+        self._modules = tuple(each for each in modules if not isinstance(each, _Script))
         # What is here lives until backward: the fewer objects, the rarer Python's collector runs.
         self._tensors: list[Any] = [
             own for each in self._modules for own in (each._parameters, each._buffers)

@@ -161,7 +161,7 @@ def _named(model: nn.Module, pattern: str) -> list[nn.Module]:
     for name, module in names.items():
         if outer and name.startswith(outer):
             continue
-        is_called = name and type(module).forward is not nn.Module.forward
+        is_called = name and getattr(type(module), "forward", None) is not nn.Module.forward
         if is_called and fnmatchcase(name, pattern):
             found[name], outer = module, f"{name}."
     if not found:

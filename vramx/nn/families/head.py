@@ -239,7 +239,7 @@ def _loss_is_changed(model: Any, loss: Any) -> str | None:
 
 def _head_is_changed(head: Any) -> str | None:
     if not isinstance(head, nn.Module) or find(head, NoLogits) is None:
-        return f"its head is a {class_name(type(head))} since"
+        return f"its head was replaced, by a {class_name(type(head))}, since optimize()"
     if original_class(head) is not nn.Linear or not _is_alone(head):
         return "its head has hooks, another forward or a weight that is no plain tensor"
     return None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vramx.compression.config import Compression
 from vramx.compression.fakes import PLAIN
-from vramx.errors import VramxWarning, warn_once
+from vramx.errors import VramxError, VramxWarning, warn_once
 from vramx.nn import passes
 from vramx.nn.families import questions
 from vramx.nn.families.questions import (
@@ -47,6 +47,10 @@ UNCACHED = (
 FILLED = (
     "blocks that are given a filled cache of keys and values are not recomputed: what it has is "
     "part of their result"
+)
+LEFT_EMPTY = (
+    "a block is given a cache of keys and values that it left empty, as it is recomputed: what "
+    "should be in it is missing; level='recompute_mlp' fills caches"
 )
 CHECKPOINTED = (
     "blocks are checkpointed by the model: each is computed twice, and nothing is packed in them; "
@@ -173,6 +177,8 @@ class Fusing(Swapped):
             return forward(*args, **kwargs)
         # torch 2.6 compiles neither a zip() of what differs in length nor a sum of dictionaries.
         call = {**dict(zip(self.arguments[: len(args)], args, strict=True)), **kwargs}
+        if not torch.compiler.is_compiling() and self.settings.level == RECOMPUTE_ALL:
+            _refuse_left_empty(module, call)
         fused = _learns(module, call) and not _is_called_otherwise()
         fused = fused and self._finds_its_parts(module)
         if fused and module.vramx_understands(call):
@@ -266,12 +272,21 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
         others[name] = None
         if not compiles:
             warnings.warn(UNCACHED, VramxWarning, stacklevel=4)
+            # In the cache: a copy of it has as little.
+            cache.vramx_left_by = {*getattr(cache, "vramx_left_by", ()), id(module)}
     function = module.vramx_recomputed()
     region = function if compiles else _Recomputed(module, function)
     exact = settings.compares or not settings.keep.packs
     offload = None if exact else settings.keep.offload or None
     asked = recompute.Settings(None if exact else settings.keep, offload, {}, vouched=True)
     return recompute.run(region, (x,), others, asked)
+
+
+def _refuse_left_empty(module: Fused, call: dict[str, Any]) -> None:
+    """Raise if a block is given a cache again that it has put nothing into."""
+    cache = cache_of(call)[1]  # or what torch.fx passes through a module, which has any attribute
+    if id(module) in getattr(cache, "__dict__", {}).get("vramx_left_by", ()):
+        raise VramxError(LEFT_EMPTY)
 
 
 class _Recomputed:
