@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_kernels import every_dtype, every_kind, layout_of
 from torch import Tensor
 
 from vramx.compression.codec import reference
@@ -26,20 +27,11 @@ pytestmark = pytest.mark.gpu
 
 MIDDLE = 2.0**-16
 MIDDLE_OF_256THS = 2.0**-13
-KINDS = {"8sym": (8, True), "8asym": (8, False), "4sym": (4, True), "4asym": (4, False)}
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GPU = "cuda:0"
 STREAM = 2**31 + 5
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
 every_group = pytest.mark.parametrize("group", [16, 32, 64, 128, 256, 1024])
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 every_rounding = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
-
-
-def layout_of(kind: str, numel: int, group: int = 128) -> Layout:
-    bits, symmetric = KINDS[kind]
-    return Layout(numel, bits, group, symmetric)
 
 
 def seed_and_epoch(device: str = GPU, epoch: int = 3) -> Tensor:
