@@ -174,8 +174,8 @@ DECODERS: Kinds = {
     "masked": (lambda: model_of("BertForMaskedLM", **BERT), causal),
     "bamba": (
         causal_model(
-            "Bamba", mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8,
-            mamba_chunk_size=16,
+            "Bamba", mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=4,
+            mamba_chunk_size=8,
             attn_layer_indices=[1],
         ),
         causal,

@@ -111,7 +111,7 @@ def test_generated_words_are_the_originals(kind: str) -> None:
     asked = {**given, "max_new_tokens": 3, "do_sample": False}
     try:
         words = original.generate(**asked)
-    except IndexError:
+    except (IndexError, RuntimeError):
         pytest.skip("this release's model itself cannot")
     assert torch.equal(model.generate(**asked), words)
 
