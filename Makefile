@@ -57,10 +57,11 @@ test-long:
 # Each file that has something to say of the libraries; the older releases of transformers run the
 # tests of its blocks.
 library_tests = tests/test_nn_optimize_models.py tests/test_nn_optimize_releases.py \
-    tests/test_nn_optimize_predicted.py tests/test_nn_head_models.py tests/test_plan_models.py
+    tests/test_nn_optimize_predicted.py tests/test_nn_head_models.py \
+    tests/test_nn_head_programs.py tests/test_plan_models.py
 all_library_tests = $(library_tests) tests/test_nn_optimize_convolutions.py \
     tests/test_nn_optimize_frozen.py \
-    tests/test_nn_optimize_convnext.py tests/test_nn_optimize_replaced.py \
+    tests/test_nn_optimize_replaced.py \
     tests/test_peft_programs.py \
     tests/test_nn_adapters_models.py tests/test_plan_lightning.py \
     tests/test_patch_libraries.py tests/test_patch_libraries_table.py tests/test_libraries.py \

@@ -17,11 +17,11 @@ NOISE = torch.zeros(2, dtype=torch.int64)
 LAYOUT = Layout(1024, 8, 128, True)
 
 
-def rows(dtype: torch.dtype = BF16) -> Tensor:
-    return torch.zeros(8, 128, dtype=dtype)
+def rows(dtype: torch.dtype = BF16, count: int = 8) -> Tensor:
+    return torch.zeros(count, 128, dtype=dtype)
 
 
-def vector(dtype: torch.dtype | None) -> Tensor | None:
+def vector(dtype: torch.dtype | None = BF16) -> Tensor | None:
     return None if dtype is None else torch.zeros(128, dtype=dtype)
 
 
@@ -91,52 +91,26 @@ def factors(weight: Any = FP32, wanted: Any = (FP32, FP32), count: int = 3) -> N
     channel_norm_tables_launch.factors(shares, (rstd, vector(weight)), outputs, 9)
 
 
-OTHERS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-    "a channel norm of another type": (channel_norm, {"dtype": FP32}),
-    "a channel norm after a residual": (channel_norm, {"adds": True}),
-    "a channel norm's weight of another type": (channel_norm, {"affine": (BF16, FP32)}),
-    "a channel norm without a bias": (channel_norm, {"affine": (FP32, None)}),
-    "a channel norm that keeps nothing": (channel_norm, {"kept": None, "noise": None}),
-    "a channel norm that is rounded to nearest": (channel_norm, {"noise": None}),
-    "a channel norm with another activation": (channel_norm, {"how": (CHANNELS, SILU)}),
-    "a channel norm without bits": (channel_norm, {"kept": of_channels(bits=None)}),
-    "a channel norm of long channels": (channel_norm, {"how": (LONG, RELU)}),
-    "a channel norm that is kept exactly": (
-        channel_norm,
-        {"kept": of_channels(rows(), packs=False), "noise": None},
-    ),
-    "a channel norm that keeps bits alone": (
-        channel_norm,
+EXACT = of_channels(rows(), packs=False)
+# What may differ of each launch.
+OTHERS: dict[Callable[..., None], list[dict[str, Any]]] = {
+    channel_norm: [
+        {"dtype": FP32}, {"adds": True}, {"affine": (BF16, FP32)}, {"affine": (FP32, None)},
+        {"kept": None, "noise": None}, {"noise": None}, {"how": (CHANNELS, SILU)},
+        {"kept": of_channels(bits=None)}, {"how": (LONG, RELU)}, {"kept": EXACT, "noise": None},
         {"kept": BITS_ALONE, "noise": None},
-    ),
-    "a channel norm's output of another type": (channel_output, {"y": FP32}),
-    "a channel norm's output without a weight": (channel_output, {"affine": (None, FP32)}),
-    "a channel norm's output of an exact one": (
-        channel_output,
-        {"kept": of_channels(rows(), packs=False)},
-    ),
-    "a channel norm's output with another activation": (
-        channel_output,
+    ],
+    channel_output: [
+        {"y": FP32}, {"affine": (None, FP32)}, {"kept": EXACT}, {"how": (CHANNELS, SILU)},
+    ],
+    channel_sums: [
+        {"dy": FP32}, {"affine": (BF16, FP32)}, {"kept": EXACT}, {"kept": of_channels(bits=None)},
         {"how": (CHANNELS, SILU)},
-    ),
-    "sums of another type": (channel_sums, {"dy": FP32}),
-    "sums with a weight of another type": (channel_sums, {"affine": (BF16, FP32)}),
-    "sums of what was kept exactly": (channel_sums, {"kept": of_channels(rows(), packs=False)}),
-    "sums without bits": (channel_sums, {"kept": of_channels(bits=None)}),
-    "sums with another activation": (channel_sums, {"how": (CHANNELS, SILU)}),
-    "a channel norm's gradient of another type": (channel_input, {"dy": FP32}),
-    "a channel norm's gradient in another type": (channel_input, {"dx": FP32}),
-    "a channel norm's gradient with given factors": (channel_input, {"given": True}),
-    "a channel norm's gradient by bits alone": (
-        channel_input,
-        {"given": True, "kept": BITS_ALONE},
-    ),
-    "a channel norm's gradient of long channels": (channel_input, {"how": (LONG, RELU)}),
-    "statistics that do not run": (statistics, {"moved": (None, None)}),
-    "statistics of another type": (statistics, {"moved": (BF16, BF16)}),
-    "statistics that are not counted": (statistics, {"tracked": False}),
-    "factors without a weight": (factors, {"weight": None}),
-    "factors of a weight of another type": (factors, {"weight": BF16}),
-    "factors without a bias's gradient": (factors, {"wanted": (FP32, None)}),
-    "factors of many shares": (factors, {"count": 700}),
-}
+    ],
+    channel_input: [
+        {"dy": FP32}, {"dx": FP32}, {"given": True}, {"given": True, "kept": BITS_ALONE},
+        {"how": (LONG, RELU)},
+    ],
+    statistics: [{"moved": (None, None)}, {"moved": (BF16, BF16)}, {"tracked": False}],
+    factors: [{"weight": None}, {"weight": BF16}, {"wanted": (FP32, None)}, {"count": 700}],
+}  # fmt: skip

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
-from interpreted_nn import Interpreted, interpreter
+from interpreted_nn import interpreter
 from torch import Tensor
 
 from vramx.kernels.launch import Function
@@ -35,9 +34,6 @@ class Noise:
 
 class InterpretedKernels:
     """The launchers, as functions that return what they wrote."""
-
-    def __init__(self, child: Interpreted) -> None:
-        self._child = child
 
     def quantize(
         self, flat: Tensor, layout: Layout, noise: Noise | None = None, defect: str = ""
@@ -72,10 +68,10 @@ class InterpretedKernels:
 
     def noise(self, block: int, rows: int, cols: int, noise: Noise) -> Tensor:
         """The noise of a tile whose first 8 elements have this number; rows follow each other."""
-        return self._child.kernel("noise", block, rows, cols, noise)
+        return interpreter().kernel("noise", block, rows, cols, noise)
 
     def supported(self, device: str) -> bool:
-        return self._child.kernel("supported", device)
+        return interpreter().kernel("supported", device)
 
     def _packed(
         self, name: str, flat: Tensor, layout: Layout, noise: Noise | None, defect: str,
@@ -92,18 +88,15 @@ class InterpretedKernels:
         """Return what lies between the guards; fail if a guard was written."""
         size = numel * dtype.itemsize
         given = name, read, size, dtype, *others
-        guarded = self._child.kernel("run", *given, defect=defect, **noise)
+        guarded = interpreter().kernel("run", *given, defect=defect, **noise)
         before, inner, after = guarded.split([GUARD_BYTES, size, GUARD_BYTES])
         assert (before == POISON).all(), "written in front of the output"
         assert (after == POISON).all(), "written behind the output"
         return inner.clone().view(dtype)
 
 
-@pytest.fixture(scope="module")
-def kernels() -> InterpretedKernels:
-    """A file names it in `__all__`."""
-    return InterpretedKernels(interpreter())
-
-
 def mask_bytes(numel: int) -> int:
     return Layout(numel, bits=1, group_size=128, symmetric=True).code_bytes
+
+
+kernels = InterpretedKernels()

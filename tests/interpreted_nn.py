@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +98,15 @@ def call_in_place(path: str, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(each for each in tree_leaves(arguments) if isinstance(each, Tensor))
 
 
+def call_step(model: nn.Module, x: Tensor, incoming: Tensor) -> tuple[Tensor | None, ...]:
+    """Swap a model's blocks, and return the gradients of its input and of its parameters."""
+    import vramx
+
+    assert vramx.optimize(model, "keep").swapped
+    model(x.requires_grad_()).backward(incoming)
+    return (x.grad, *(parameter.grad for parameter in model.parameters()))
+
+
 def call_kernel(name: str, arguments: Sequence[Any], noise: dict[str, Any]) -> tuple[Any]:
     """Run a function of called_kernels.py, which needs Triton's interpreter."""
     import called_kernels
@@ -123,16 +132,8 @@ class Interpreted:
         self._child.stdin.close()
         self._child.wait(timeout=60)
 
-    def function(
-        self,
-        name: str,
-        inputs: Sequence[Tensor],
-        incoming: Tensor,
-        options: Mapping[str, Any],
-        defect: str = "",
-    ) -> Evaluated:
+    def function(self, *call: Any, defect: str = "") -> Evaluated:
         """Return what evaluate() does there."""
-        call = (name, list(inputs), incoming, dict(options))
         return Evaluated(*self._ask(evaluate.__name__, call, defect))
 
     def operator(self, name: str, *arguments: Any, defect: str = "") -> tuple[Tensor, ...]:
@@ -146,6 +147,10 @@ class Interpreted:
     def in_place(self, path: str, *arguments: Any, defect: str = "") -> tuple[Tensor, ...]:
         """Return what call_in_place() does there."""
         return tuple(self._ask(call_in_place.__name__, (path, arguments), defect))
+
+    def step(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Return what call_step() does there."""
+        return tuple(self._ask(call_step.__name__, arguments, ""))
 
     def kernel(self, name: str, *arguments: Any, defect: str = "", **noise: Any) -> Any:
         """Return what call_kernel() does there."""
@@ -188,14 +193,10 @@ def _planted(defect: str) -> Iterator[None]:
     if not defect:
         yield
         return
-    import defective_channel_norm_kernels
     import defective_kernels
-    import defective_norm_kernels
-    import elementwise_kernels_defects
+    import defective_nn_kernels
 
-    defects = {**elementwise_kernels_defects.DEFECTS, **defective_norm_kernels.DEFECTS}
-    defects |= {**defective_channel_norm_kernels.DEFECTS, **defective_kernels.DEFECTS}
-    modules, name, wrong = defects[defect]
+    modules, name, wrong = (defective_kernels.DEFECTS | defective_nn_kernels.DEFECTS)[defect]
     with ExitStack() as stack:
         for module in modules if isinstance(modules, tuple) else (modules,):
             stack.enter_context(patch.object(module, name, wrong))

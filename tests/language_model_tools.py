@@ -9,16 +9,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from optimize_tools import error
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vramx import errors
 from vramx.nn import operators_loss
 
 TOKENS, CLASSES = 24, 50
 _NAME = "transformers.models.stand_in.modeling_stand_in"
+
+
+@pytest.fixture
+def told_anew() -> None:
+    """Warn of what was warned of before; a file names it in `__all__`."""
+    errors._said.clear()
 
 
 def stand_in() -> Any:

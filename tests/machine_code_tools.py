@@ -9,15 +9,19 @@ compiler that is installed.
 
 from __future__ import annotations
 
+import atexit
+import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -50,45 +54,47 @@ class MachineCode:
         return [op for op in self.everything if op.split(".")[0] in ("LDL", "STL")]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A place of its own for what is compiled; skip where nothing can be."""
+@lru_cache
+def folder() -> Path:
+    """A place of this process's own for what is compiled; skip where nothing can be."""
     triton = pytest.importorskip("triton")
     if not isinstance(launch.mask_plan(packs=True).kernel, triton.JITFunction):
         pytest.skip("TRITON_INTERPRET is set: nothing compiles in this process")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
         pytest.skip("triton before 3.3 describes what it compiles in another way")
-    folder = tmp_path_factory.mktemp("kernels")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(folder))
-        yield folder
+    place = tempfile.TemporaryDirectory()
+    atexit.register(place.cleanup)
+    return Path(place.name)
 
 
 def compiled(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], folder: Path,
-    elements: int, aligned: Callable[[str, str], bool] = lambda name, kind: kind[0] == "*",
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], elements: int,
+    aligned: Callable[[str, str], bool] = lambda name, kind: kind[0] == "*",
 ) -> MachineCode:  # fmt: skip
     """Compile a kernel whose arguments are of `types` or in `constants`, `elements` a thread."""
+    cache = {"TRITON_CACHE_DIR": str(folder())}
     import triton
 
     place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
     known = {place[name]: value for name, value in constants.items() if name in place}
     signature = {n: "constexpr" if place[n] in known else types[n] for n in kernel.arg_names}
     multiples = [n for n, kind in signature.items() if aligned(n, kind)]
-    binary = triton.compile(
-        triton.compiler.ASTSource(
-            kernel, signature, known, {place[n]: [["tt.divisibility", 16]] for n in multiples}
-        ),
-        target=triton.backends.compiler.GPUTarget("cuda", *SM_90),
-        options={name: constants.get(name) for name in ("num_warps", "maxnreg")},
+    source = triton.compiler.ASTSource(
+        kernel, signature, known, {place[n]: [["tt.divisibility", 16]] for n in multiples}
     )
+    with patch.dict(os.environ, cache):
+        binary = triton.compile(
+            source,
+            target=triton.backends.compiler.GPUTarget("cuda", *SM_90),
+            options={name: constants.get(name) for name in ("num_warps", "maxnreg")},
+        )
     assert binary.metadata.shared <= MOST_SHARED_BYTES
-    return parse(disassembled(binary.asm["cubin"], folder), elements)
+    return parse(disassembled(binary.asm["cubin"]), elements)
 
 
 @lru_cache
-def disassembled(cubin: bytes, folder: Path) -> str:
-    file = folder / "kernel.cubin"
+def disassembled(cubin: bytes) -> str:
+    file = folder() / "kernel.cubin"
     file.write_bytes(cubin)
     command = [find_disassembler(), "-c", "-ndf", str(file)]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

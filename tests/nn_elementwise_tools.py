@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from norm_tools import EXACT
 from torch import Tensor
 
 from vramx.compression.config import Compression
 
 CLOSE = 2.0**-20
 UNIT_OF_BFLOAT16 = 2.0**-7
-EXACT = Compression(level="keep")
 FORMATS = {
     "int8": Compression(),
     "int8 asymmetric": Compression(symmetric=False),
@@ -53,15 +53,6 @@ def differs_in_places(a: Tensor, b: Tensor, tolerance: float) -> float:
     return float(((a.double() - b.double()).abs() / bound).max())
 
 
-def step_of(x: Tensor, group: int = 128) -> Tensor:
-    """Return the largest step that int8 symmetric may have for each element; see codec.py."""
-    flat = x.double().reshape(-1)
-    missing = -flat.numel() % group
-    rows = torch.cat([flat, flat.new_zeros(missing)]).view(-1, group)
-    step = rows.abs().amax(1, keepdim=True) / 126 * 1.0079
-    return step.expand_as(rows).reshape(-1)[: flat.numel()].view(x.shape)
-
-
 def leaves(*tensors: Tensor) -> list[Tensor]:
     return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
@@ -92,7 +83,3 @@ def gradients(
     """Return the gradients of fresh leaves with the inputs' values."""
     fresh = leaves(*inputs)
     return list(torch.autograd.grad(function(*fresh), fresh, incoming))
-
-
-def relative_error(a: Tensor, exact: Tensor) -> float:
-    return float((a.double() - exact.double()).norm() / exact.double().norm())

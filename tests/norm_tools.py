@@ -68,8 +68,15 @@ def held_bytes(function: Callable[[], object], *apart: Tensor) -> int:
     return sum(storages.values())
 
 
+def error(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of a difference, relative to what is expected."""
+    found, expected = found.double(), expected.double()
+    return ((found - expected).norm() / expected.norm()).item()
+
+
 def step_of(x: Tensor, group_size: int = 128) -> Tensor:
     """Return how far an element of an int8 pack may be from x's: a step of its group."""
-    groups = x.detach().double().reshape(-1, group_size)
-    largest = groups.abs().amax(1, keepdim=True)
-    return (INT8_STEP * largest).expand_as(groups).reshape(x.shape)
+    flat = x.detach().double().reshape(-1)
+    groups = torch.nn.functional.pad(flat, (0, -flat.numel() % group_size)).view(-1, group_size)
+    steps = (INT8_STEP * groups.abs().amax(1, keepdim=True)).expand_as(groups)
+    return steps.reshape(-1)[: flat.numel()].view(x.shape)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from norm_tools import INT8_STEP, held_bytes
+from norm_tools import INT8_STEP, error, held_bytes
 from torch import Tensor, nn
 
 import vramx
@@ -137,24 +137,28 @@ def family(name: str) -> tuple[nn.Module, Inputs]:
     return model.to(memory_format=torch.channels_last).train(), {"x": images}
 
 
-def llama_block(transformers: Any) -> tuple[nn.Module, Callable[[], float]]:
-    """Return a block in bfloat16, and what tells the bytes it keeps an element of its input."""
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    hidden, tokens = 512, 128
-    config = transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_attention_heads=8,
-        num_key_value_heads=2, attn_implementation="sdpa",
+def llama_block(
+    hidden: int = 512, rows: int = 1, tokens: int = 128, device: str = "cpu"
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a block in bfloat16, of four queries to a key, and a call of it; skip without one."""
+    modeling: Any = pytest.importorskip("transformers.models.llama.modeling_llama")
+    heads = max(8, hidden // 128)
+    config = modeling.LlamaConfig(
+        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_attention_heads=heads,
+        num_key_value_heads=heads // 4, attn_implementation="sdpa",
     )  # fmt: skip
-    block = modeling.LlamaDecoderLayer(config, 0).bfloat16().train()
-    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    block = modeling.LlamaDecoderLayer(config, 0).to(device).bfloat16().train()
+    x = torch.randn(rows, tokens, hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
     # One pair for all layers of a model.
-    positions = modeling.LlamaRotaryEmbedding(config)(x, torch.arange(tokens)[None])
+    rotary = modeling.LlamaRotaryEmbedding(config).to(device)
+    positions = rotary(x, torch.arange(tokens, device=device)[None])
+    return block, {"hidden_states": x, "position_embeddings": positions}
 
-    def bytes_kept() -> float:
-        apart = [*positions, *block.parameters()]
-        return held_bytes(lambda: block(x, position_embeddings=positions), *apart) / x.numel()
 
-    return block, bytes_kept
+def bytes_kept(block: nn.Module, call: dict[str, Any]) -> float:
+    """Return the bytes that a block of Llama keeps for an element of its input."""
+    apart = [*call["position_embeddings"], *block.parameters()]
+    return held_bytes(lambda: block(**call), *apart) / call["hidden_states"].numel()
 
 
 def result_of(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -171,11 +175,6 @@ def gradient_of(model: nn.Module, inputs: Inputs) -> Tensor:
     return torch.cat([g.flatten() for g in found if g is not None])
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    found, expected = found.double(), expected.double()
-    return ((found - expected).norm() / expected.norm()).item()
-
-
 def twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
@@ -185,6 +184,25 @@ def optimised_copy(original: nn.Module, *arguments: Any, **options: Any) -> Any:
     model = twin(original)
     vramx.optimize(model, *arguments, **options)
     return model
+
+
+def assert_computes(
+    model: nn.Module, original: nn.Module, inputs: Inputs, level: str = "keep", fused: int = -1
+) -> None:
+    """Hold a result and its gradients to what a level may lose, and count the fused blocks."""
+    with fused_calls() as calls:
+        y = result_of(model, inputs)
+    assert fused in (-1, len(calls))
+    assert error(y, result_of(original, inputs)) < ROUNDING
+    bound = ROUNDING if level == "keep" else INT8_NOISE
+    assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < bound
+
+
+def padded(inputs: Inputs, tokens: int = 5) -> Inputs:
+    """Return a text of which the second row ends before the first."""
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, -tokens:] = 0
+    return {**inputs, "attention_mask": mask}
 
 
 @contextmanager

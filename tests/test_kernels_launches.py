@@ -14,6 +14,7 @@ from typing import Any
 import channel_launches
 import pytest
 import torch
+from channel_launches import BF16, FP32, LAYOUT, NOISE, rows, vector
 from torch import Tensor
 
 from vramx.kernels import (
@@ -27,7 +28,6 @@ from vramx.kernels import (
 )
 from vramx.kernels import start as module
 from vramx.kernels.elementwise_launch import Noise
-from vramx.kernels.layout import Layout
 
 pytest.importorskip("triton")
 
@@ -53,7 +53,6 @@ CACHES = (
     channel_norm_launch._sums_of_shape, channel_norm_tables_launch._statistics_plan,
     channel_norm_tables_launch._factors_plan,
 )  # fmt: skip
-BF16, FP32 = torch.bfloat16, torch.float32
 Launches = dict[str, Any]
 
 
@@ -93,16 +92,7 @@ def _launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         cache.cache_clear()
 
 
-def rows(dtype: torch.dtype = BF16, count: int = 8) -> Tensor:
-    return torch.zeros(count, 128, dtype=dtype)
-
-
-def vector(dtype: torch.dtype | None = BF16) -> Tensor | None:
-    return None if dtype is None else torch.zeros(128, dtype=dtype)
-
-
 PACKED = torch.zeros(2048, dtype=torch.uint8), torch.zeros(8), 128
-NOISE = torch.zeros(2, dtype=torch.int64)
 
 
 def norm(
@@ -149,9 +139,6 @@ def turn(
     rotary_launch.rotate(x, cos, cos.clone(), torch.empty_like(x, dtype=y), transposed=back)
 
 
-LAYOUT = Layout(1024, 8, 128, True)
-
-
 def glu(
     dtype: torch.dtype = BF16, packs: bool = True, kind: str = "silu", noise: Any = NOISE
 ) -> None:
@@ -169,55 +156,41 @@ def drop(dtype: torch.dtype = BF16, added: torch.dtype | None = BF16, kept: int 
 
 
 WIDE_HEADS = torch.zeros(2, 32, 4, 16, dtype=BF16).transpose(1, 2)
-OTHERS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-    "a norm of another type": (norm, {"x": rows(FP32), "kept": None}),
-    "a norm's result of another type": (norm, {"y": FP32}),
-    "a norm without a weight": (norm, {"affine": (None, None)}),
-    "a norm's weight of another type": (norm, {"affine": (FP32, None)}),
-    "a norm with a bias": (norm, {"affine": (BF16, BF16)}),
-    "a norm after a residual": (norm, {"adds": True}),
-    "a norm that keeps nothing": (norm, {"kept": None}),
-    "a norm that is kept exactly": (norm, {"kept": (rows(), PACKED[1], 0)}),
-    "a norm that subtracts a mean": (norm, {"centred": True}),
-    "a norm that is rounded to nearest": (norm, {"noise": None}),
-    "an output of another type": (output, {"y": rows(FP32)}),
-    "an output of what was kept exactly": (output, {"kept": (rows(), None, 0)}),
-    "an output with a bias": (output, {"affine": (BF16, FP32)}),
-    "a gradient of another type": (backward, {"dy": rows(FP32)}),
-    "a gradient with one of a sum": (backward, {"adds": True}),
-    "a gradient without a weight": (backward, {"weight": None}),
-    "a gradient of a weight of another type": (backward, {"wanted": (FP32, None)}),
-    "a gradient of a bias": (backward, {"wanted": (BF16, BF16)}),
-    "a gradient of x in another type": (backward, {"dx": FP32}),
-    "a gradient from what was kept exactly": (backward, {"kept": (rows(), PACKED[1], 0)}),
-    "heads of another type": (turn, {"x": WIDE_HEADS.contiguous().float()}),
-    "heads of other strides": (turn, {"x": torch.zeros(2, 4, 32, 24, dtype=BF16)[..., :16]}),
-    "heads of another shape": (turn, {"x": torch.zeros(2, 8, 32, 16, dtype=BF16)}),
-    "turned heads of another type": (turn, {"y": FP32}),
-    "cosines of another type": (turn, {"cos": torch.zeros(2, 1, 32, 16)}),
-    "heads that are turned back": (turn, {"back": True}),
-    "a unit of another type": (glu, {"dtype": FP32}),
-    "a unit that packs nothing": (glu, {"packs": False, "noise": None}),
-    "another unit": (glu, {"kind": "gelu"}),
-    "a unit that is rounded to nearest": (glu, {"noise": None}),
-    "dropout of another type": (drop, {"dtype": FP32, "added": FP32}),
-    "dropout with nothing added": (drop, {"added": None}),
-    "dropout with what is of another type": (drop, {"added": FP32}),
-    **channel_launches.OTHERS,
-}
-
-
 EXACT = {"kept": (rows(), PACKED[1], 0)}
-# Of calls that differ from an exact one.
-OF_EXACT: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-    "a norm that keeps nothing": (norm, {"kept": None}),
-    "an output of another type's": (output, {"kept": (rows(FP32), None, 0)}),
-    "a gradient from another type's": (backward, {"kept": (rows(FP32), PACKED[1], 0)}),
-}
-CASES = [(*OTHERS[name], {}) for name in OTHERS] + [(*OF_EXACT[name], EXACT) for name in OF_EXACT]
+# What may differ of each launch.
+OTHERS: dict[Callable[..., None], list[dict[str, Any]]] = {
+    norm: [
+        {"x": rows(FP32), "kept": None}, {"y": FP32}, {"affine": (None, None)},
+        {"affine": (FP32, None)}, {"affine": (BF16, BF16)}, {"adds": True}, {"kept": None}, EXACT,
+        {"centred": True}, {"noise": None},
+    ],
+    output: [{"y": rows(FP32)}, {"kept": (rows(), None, 0)}, {"affine": (BF16, FP32)}],
+    backward: [
+        {"dy": rows(FP32)}, {"adds": True}, {"weight": None}, {"wanted": (FP32, None)},
+        {"wanted": (BF16, BF16)}, {"dx": FP32}, EXACT,
+    ],
+    turn: [
+        {"x": WIDE_HEADS.contiguous().float()}, {"y": FP32}, {"back": True},
+        {"x": torch.zeros(2, 4, 32, 24, dtype=BF16)[..., :16]},  # of other strides
+        {"x": torch.zeros(2, 8, 32, 16, dtype=BF16)}, {"cos": torch.zeros(2, 1, 32, 16)},
+    ],
+    glu: [{"dtype": FP32}, {"packs": False, "noise": None}, {"kind": "gelu"}, {"noise": None}],
+    drop: [{"dtype": FP32, "added": FP32}, {"added": None}, {"added": FP32}],
+    **channel_launches.OTHERS,
+}  # fmt: skip
+OF_EXACT = [
+    (norm, {"kept": None}),
+    (output, {"kept": (rows(FP32), None, 0)}),  # of another type
+    (backward, {"kept": (rows(FP32), PACKED[1], 0)}),
+]
+CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    *((call, change, {}) for call, changes in OTHERS.items() for change in changes),
+    *((call, change, EXACT) for call, change in OF_EXACT),
+]
+IDS = [f"{call.__name__} with another {' and '.join(change)}" for call, change, _ in CASES]
 
 
-@pytest.mark.parametrize(("call", "change", "of"), CASES, ids=[*OTHERS, *OF_EXACT])
+@pytest.mark.parametrize(("call", "change", "of"), CASES, ids=IDS)
 def test_another_kind_of_launch_is_tritons_own_call(
     call: Callable[..., None], change: dict[str, Any], of: dict[str, Any], launches: Launches
 ) -> None:

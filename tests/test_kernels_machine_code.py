@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-from machine_code_tools import MachineCode, compiled, folder, longest_loop, parse
+from machine_code_tools import MachineCode, compiled, longest_loop, parse
 
 from vramx.kernels import launch
 
 pytest.importorskip("triton")
-
-__all__ = ["folder"]  # a fixture
 
 THREADS = 128
 ELEMENTS = {"*bf16": 2, "*fp32": 4}
@@ -41,19 +38,19 @@ LIMITS_OF_MAPS = {
 }
 
 
-def of_plan(plan: launch.Plan, folder: Path, element: str, aligned: bool = True) -> MachineCode:
+def of_plan(plan: launch.Plan, element: str, aligned: bool = True) -> MachineCode:
     constants: dict[str, Any] = dict(plan.constants)
     if constants.get("MAP", "normal") != "normal":
         constants |= {"mean_ptr": None, "rstd_ptr": None}
     types = {**TYPES, "x_ptr": element, "out_ptr": element}
     return compiled(
-        plan.kernel, types, constants, folder, plan.tile // THREADS,
+        plan.kernel, types, constants, plan.tile // THREADS,
         lambda name, kind: aligned and kind[0] == "*",
     )  # fmt: skip
 
 
 @lru_cache
-def code_of(name: str, folder: Path, element: str = "*bf16", aligned: bool = True) -> MachineCode:
+def code_of(name: str, element: str = "*bf16", aligned: bool = True) -> MachineCode:
     """Compile what the launcher would choose for a name of LIMITS."""
     what, bits, *rounding = name.split()
     group, symmetric = (128, True) if bits == "8" else (64, False)
@@ -61,20 +58,20 @@ def code_of(name: str, folder: Path, element: str = "*bf16", aligned: bool = Tru
         plan = launch.dequantize_plan(int(bits), symmetric, group)
     else:
         plan = launch.quantize_plan(int(bits), symmetric, group, rounding == ["stochastic"])
-    return of_plan(plan, folder, element, aligned)
+    return of_plan(plan, element, aligned)
 
 
-def codes_of_map(kind: str, place: str, folder: Path, element: str) -> list[MachineCode]:
+def codes_of_map(kind: str, place: str, element: str) -> list[MachineCode]:
     back = launch.dequantize_map_plan((8, True, 128), kind, place)
     if kind.startswith("within"):  # what is packed is what comes back
         back = launch.dequantize_plan(8, True, 128)
     plans = (launch.quantize_map_plan((8, True, 128, False), kind, place), back)
-    return [of_plan(plan, folder, element) for plan in plans]
+    return [of_plan(plan, element) for plan in plans]
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_instructions_per_element(name: str, folder: Path) -> None:
-    assert code_of(name, folder).per_element <= LIMITS[name]
+def test_instructions_per_element(name: str) -> None:
+    assert code_of(name).per_element <= LIMITS[name]
 
 
 # In float32 without noise: that is no matter of what is read and written.
@@ -85,9 +82,9 @@ def test_instructions_per_element(name: str, folder: Path) -> None:
         *((name, "*fp32") for name in LIMITS if "stochastic" not in name),
     ],
 )
-def test_data_and_codes_move_16_bytes_at_a_time(name: str, element: str, folder: Path) -> None:
+def test_data_and_codes_move_16_bytes_at_a_time(name: str, element: str) -> None:
     """All of them, so nothing is left for a narrower access; and none goes to local memory."""
-    code = code_of(name, folder, element)
+    code = code_of(name, element)
     data = code.elements * ELEMENTS[element]
     codes = code.elements * int(name.split()[1]) // 8
     read, written = (codes, data) if name.startswith("dequantize") else (data, codes)
@@ -95,9 +92,9 @@ def test_data_and_codes_move_16_bytes_at_a_time(name: str, element: str, folder:
     assert not code.of_local_memory
 
 
-def test_narrow_accesses_would_be_seen(folder: Path) -> None:
+def test_narrow_accesses_would_be_seen() -> None:
     """Of pointers that nothing is known about, the same kernel moves an element at a time."""
-    code = code_of("dequantize 8", folder, aligned=False)
+    code = code_of("dequantize 8", aligned=False)
     assert code.bytes_of("LDG") == code.bytes_of("STG") == 0
     assert code.per_element > LIMITS["dequantize 8"]
 
@@ -111,9 +108,9 @@ def test_narrow_accesses_would_be_seen(folder: Path) -> None:
     ],
 )
 def test_a_function_on_the_way_leaves_memory_the_slower_one(
-    kind: str, place: str, element: str, folder: Path
+    kind: str, place: str, element: str
 ) -> None:
-    codes = codes_of_map(kind, place, folder, element)
+    codes = codes_of_map(kind, place, element)
     for code, moved in zip(codes, ("LDG", "STG"), strict=True):
         assert code.bytes_of(moved) == code.elements * ELEMENTS[element]
         assert not code.of_local_memory

@@ -6,12 +6,11 @@ arcsines and sines are the kernels' own polynomials, so what comes back is held 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from interpreted_kernels import InterpretedKernels, Noise, kernels
+from interpreted_kernels import Noise, kernels
 from test_kernels import differences, reference_of
 from torch import Tensor
 
@@ -24,8 +23,6 @@ from vramx.kernels.launch import Function
 from vramx.kernels.layout import Layout
 
 pytest.importorskip("triton")
-
-__all__ = ["kernels"]  # a fixture
 
 FORMATS = {"8sym": (8, True, 128), "8asym": (8, False, 64), "4asym": (4, False, 64)}
 # inner, period, and how often all of them repeat
@@ -68,7 +65,7 @@ def numbers_of(x: Tensor, function: Function) -> tuple[Tensor, Tensor, Tensor]:
 )
 @pytest.mark.parametrize("repetition", REPETITIONS)
 def test_packed_bytes_of_a_norm_equal_the_reference_and_come_back(
-    kernels: InterpretedKernels, name: str, repetition: str, rounding: str
+    name: str, repetition: str, rounding: str
 ) -> None:
     x, function = normal_of(repetition)
     layout = layout_of(name, x.numel())
@@ -88,26 +85,12 @@ def test_the_places_are_the_ones_that_are_meant() -> None:
 
 
 @pytest.mark.parametrize("defect", ["the end repeated unmapped", "any deviation used"])
-def test_comparison_sees_a_defect_of_norms(kernels: InterpretedKernels, defect: str) -> None:
+def test_comparison_sees_a_defect_of_norms(defect: str) -> None:
     x, function = normal_of("channels")
     layout = layout_of("8sym", x.numel())
     packed = kernels.quantize_map(x.flatten(), layout, function, defect=defect)
     expected = reference_of(numbers_of(x, function)[0].flatten(), layout, None)
     assert differences(packed, expected, layout) > 0
-
-
-@every_format
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_packed_bytes_of_roots_equal_the_reference(kernels: Any, name: str, rounding: str) -> None:
-    x = torch.randn(5000) * torch.logspace(-10, 2, 5000)
-    x[77], x[4001] = torch.inf, torch.nan
-    layout = layout_of(name, x.numel())
-    packed = kernels.quantize_map(x, layout, Function("root"), ROUNDINGS[rounding])
-    expected = reference_of(roots.ROOT.of(x), layout, ROUNDINGS[rounding])
-    assert differences(packed, expected, layout) == 0
-    back = kernels.dequantize_map(packed, layout, Function("root"), torch.float32)
-    decoded = reference.dequantize(packed, layout, torch.float32)
-    assert torch.equal(back.nan_to_num(5), roots.ROOT.back(decoded, torch.float32).nan_to_num(5))
 
 
 SATURATING = {"tanh": (torch.tanh, "TanhBackward0"), "sigmoid": (torch.sigmoid, "SigmoidBackward0")}
@@ -137,7 +120,7 @@ def less_exact(packed: Tensor, expected: Tensor, numbers: Tensor, layout: Layout
 
 @every_format
 @pytest.mark.parametrize("kind", SATURATING)
-def test_angles_come_back_as_torch_computes_them(kernels: Any, kind: str, name: str) -> None:
+def test_angles_come_back_as_torch_computes_them(kind: str, name: str) -> None:
     y, layout = saturated(kind), layout_of(name, 5000)
     angle = ANGLES[SATURATING[kind][1]]
     packed = kernels.quantize_map(y, layout, Function(kind))
@@ -149,7 +132,7 @@ def test_angles_come_back_as_torch_computes_them(kernels: Any, kind: str, name: 
 
 
 @pytest.mark.parametrize("kind", SATURATING)
-def test_comparison_sees_one_series_for_all_angles(kernels: InterpretedKernels, kind: str) -> None:
+def test_comparison_sees_one_series_for_all_angles(kind: str) -> None:
     y, layout = saturated(kind), layout_of("8sym", 5000)
     defect = "one series for all angles"
     packed = kernels.quantize_map(y, layout, Function(kind), defect=defect)
@@ -161,28 +144,40 @@ def test_comparison_sees_one_series_for_all_angles(kernels: InterpretedKernels, 
 BOUNDS = {"within 6": 6, "within 20": 20}
 
 
+def mapping_of(kind: str, group: int) -> Any:
+    return roots.ROOT if kind == "root" else Within(BOUNDS[kind], group)
+
+
+def of_every_size(kind: str) -> Tensor:
+    """Return numbers, a few of which are not finite, and for bounds a group that has one sign."""
+    torch.manual_seed(0)
+    x = torch.randn(5000) * torch.logspace(-10, 2, 5000)
+    if kind != "root":
+        x = torch.randn(5000) * torch.logspace(-3, 2, 5000).flip(0)
+        x[1024:2048] = -30 - x[1024:2048].abs()
+    x[77], x[3001], x[4001], x[4500] = torch.inf, torch.nan, -torch.inf, -50.0
+    return x
+
+
 @every_format
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("kind", BOUNDS)
-def test_packed_bytes_of_arguments_equal_the_reference(
-    kernels: InterpretedKernels, name: str, rounding: str, kind: str
+@pytest.mark.parametrize("kind", ["root", *BOUNDS])
+def test_packed_bytes_of_a_mapping_equal_the_reference_and_come_back(
+    name: str, rounding: str, kind: str
 ) -> None:
-    """Of groups that are wide, that have one sign, and of which a few are not finite."""
-    torch.manual_seed(0)
-    x = torch.randn(5000) * torch.logspace(-3, 2, 5000).flip(0)
-    x[1024:2048] = -30 - x[1024:2048].abs()
-    x[77], x[3001], x[4001], x[4500] = torch.inf, torch.nan, -torch.inf, -50.0
-    layout = layout_of(name, x.numel())
+    x, layout = of_every_size(kind), layout_of(name, 5000)
+    mapping = mapping_of(kind, layout.group_size)
     packed = kernels.quantize_map(x, layout, Function(kind), ROUNDINGS[rounding])
-    numbers = Within(BOUNDS[kind], layout.group_size).of(x)
-    assert differences(packed, reference_of(numbers, layout, ROUNDINGS[rounding]), layout) == 0
+    assert (
+        differences(packed, reference_of(mapping.of(x), layout, ROUNDINGS[rounding]), layout) == 0
+    )
     back = kernels.dequantize_map(packed, layout, Function(kind), torch.float32)
-    decoded = reference.dequantize(packed, layout, torch.float32)
+    decoded = mapping.back(reference.dequantize(packed, layout, torch.float32), torch.float32)
     assert torch.equal(back.nan_to_num(5), decoded.nan_to_num(5))
 
 
 @pytest.mark.parametrize("kind", BOUNDS)
-def test_comparison_sees_arguments_without_a_bound(kernels: InterpretedKernels, kind: str) -> None:
+def test_comparison_sees_arguments_without_a_bound(kind: str) -> None:
     x, layout = torch.randn(5000) * 100, layout_of("8sym", 5000)
     packed = kernels.quantize_map(x, layout, Function(kind), defect="arguments as they are")
     expected = reference.quantize(Within(BOUNDS[kind], layout.group_size).of(x), layout)
@@ -191,7 +186,7 @@ def test_comparison_sees_arguments_without_a_bound(kernels: InterpretedKernels, 
 
 @pytest.mark.parametrize("numel", [1, 8, 4096, 5001])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_signs_come_back(kernels: InterpretedKernels, numel: int, dtype: torch.dtype) -> None:
+def test_signs_come_back(numel: int, dtype: torch.dtype) -> None:
     x = torch.randn(numel).to(dtype)
     x[numel // 2], x[0] = torch.nan, 0.0
     bits = kernels.pack_signs(x)
@@ -280,9 +275,3 @@ def test_a_mapping_is_one_launch_where_the_kernels_have_it(
     packed = codec.pack(torch.randn(720, dtype=torch.bfloat16), form, None, mapping)
     assert codec.unpack(packed).dtype == torch.bfloat16
     assert launchers.calls == calls
-
-
-def test_the_arcsine_of_a_quarter_turn_is_known() -> None:
-    """The constants of both polynomials are of quarter turns."""
-    assert math.isclose(2 / math.pi, 0.6366197723675814)
-    assert math.isclose(math.pi / 2, 1.5707963267948966)

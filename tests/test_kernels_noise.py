@@ -6,11 +6,10 @@ The noise of the kernels is that of the reference, bit for bit.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import pytest
 import torch
-from interpreted_kernels import InterpretedKernels, Noise, kernels
+from interpreted_kernels import Noise, kernels
 from test_kernels import KINDS, every_group, every_kind, layout_of
 
 from vramx.compression.codec import reference
@@ -18,14 +17,10 @@ from vramx.kernels import launch
 
 pytest.importorskip("triton")
 
-__all__ = ["kernels"]  # a fixture
-
 
 @pytest.mark.parametrize("block", [0, 2**32 - 256, 2**32, 2**40 + 512])
 @pytest.mark.parametrize(("rows", "cols"), [(32, 16), (4, 64)])
-def test_noise_is_philox_of_a_64_bit_counter(
-    kernels: InterpretedKernels, block: int, rows: int, cols: int
-) -> None:
+def test_noise_is_philox_of_a_64_bit_counter(block: int, rows: int, cols: int) -> None:
     noise = Noise()
     blocks = torch.arange(rows * cols // 16) + block
     word = 0xFFFFFFFF
@@ -38,21 +33,21 @@ def test_noise_is_philox_of_a_64_bit_counter(
 
 
 @pytest.mark.parametrize("change", [{"seed": 7}, {"epoch": 4}, {"stream": 6}])
-def test_noise_depends_on(kernels: InterpretedKernels, change: dict[str, int]) -> None:
+def test_noise_depends_on(change: dict[str, int]) -> None:
     other = kernels.noise(0, 4, 64, Noise(**change))
     assert (kernels.noise(0, 4, 64, Noise()) != other).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 4096, 4097, 9000])
 @pytest.mark.parametrize("offset", [0, 3])
-def test_mask_bits_equal_the_reference_and_come_back(kernels: Any, numel: int, offset: int) -> None:
+def test_mask_bits_equal_the_reference_and_come_back(numel: int, offset: int) -> None:
     flags = (torch.randn(numel + offset, generator=torch.Generator().manual_seed(1)) > 0)[offset:]
     packed, used = kernels.pack_mask(flags), (numel + 7) // 8
     assert torch.equal(packed[:used], reference.pack_mask(flags.clone())[:used])
     assert torch.equal(kernels.unpack_mask(packed, numel), flags.view(torch.uint8))
 
 
-def test_supported_on_the_cpu_where_triton_interprets(kernels: InterpretedKernels) -> None:
+def test_supported_on_the_cpu_where_triton_interprets() -> None:
     assert kernels.supported("cpu")
     assert not kernels.supported("meta")
 

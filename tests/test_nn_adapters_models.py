@@ -12,9 +12,9 @@ from optimize_tools import (
     INT8_NOISE,
     LAYERS,
     ROUNDING,
+    assert_computes,
     error,
     family,
-    fused_calls,
     gradient_of,
     hugging_face,
     optimised_copy,
@@ -59,22 +59,14 @@ def test_adapters_of_every_family_learn_as_in_the_original(name: str, level: str
     model = twin(original)
     report = vramx.optimize(model, level)
     assert not [row for row in report.left if row.reason and "called as it is" in row.reason]
-    with fused_calls() as calls:
-        gradient = gradient_of(model, inputs)
-    assert len(calls) == LAYERS
-    assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
-    bound = ROUNDING if level == "keep" else INT8_NOISE
-    assert error(gradient, gradient_of(original, inputs)) < bound
+    assert_computes(model, original, inputs, level, LAYERS)
 
 
 @pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp"])
 def test_adapters_of_convolutional_blocks_learn_as_in_the_original(level: str) -> None:
     original, inputs = family("convnext")
     adapt_with_peft(original, Adapters(("fc1", "fc2"), 4, 8.0, 0.0), torch.float32)
-    model = optimised_copy(original, level)
-    assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
-    bound = ROUNDING if level == "keep" else INT8_NOISE
-    assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < bound
+    assert_computes(optimised_copy(original, level), original, inputs, level)
 
 
 @pytest.mark.parametrize("first", ["optimise", "adapt"])
@@ -90,10 +82,7 @@ def test_adapters_may_come_before_and_after_optimising(first: str) -> None:
     found = peft.get_peft_model(model, config)
     if first == "adapt":
         assert lora_rows(vramx.optimize(found, "keep")) == {}
-    with fused_calls() as calls:
-        gradient = gradient_of(found, inputs)
-    assert len(calls) == LAYERS
-    assert error(gradient, gradient_of(expected, inputs)) < ROUNDING
+    assert_computes(found, expected, inputs, fused=LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +103,7 @@ def test_kinds_of_adapters_that_are_understood_are_fused(options: dict[str, Any]
     original, inputs = adapted(name, TARGETS[:3] if name == "qwen2" else None, **options)
     model = twin(original)
     assert lora_rows(vramx.optimize(model, "keep")) == {}
-    assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < ROUNDING
+    assert_computes(model, original, inputs)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +122,7 @@ def test_variants_are_called_as_they_are_and_named(options: dict[str, Any], word
     rows = lora_rows(vramx.optimize(model, "keep"))
     assert len(rows) == 2 * LAYERS
     assert all(word in reason and "called as it is" in reason for reason in rows.values())
-    assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
-    assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < ROUNDING
+    assert_computes(model, original, inputs)
 
 
 def test_adapters_are_added_chosen_disabled_and_merged_after_optimising() -> None:
@@ -148,19 +136,14 @@ def test_adapters_are_added_chosen_disabled_and_merged_after_optimising() -> Non
     for active in ("other", ["default", "other"]):
         for each in (original, model):
             each.base_model.set_adapter(active)
-        assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
-        assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < ROUNDING
+        assert_computes(model, original, inputs)
         seen.append(result_of(original, inputs))
     with model.disable_adapter(), original.disable_adapter():
         assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
         seen.append(result_of(original, inputs))
     assert all(error(a, b) > 0.01 for i, a in enumerate(seen) for b in seen[:i])
-    both = seen[2]
-    model.merge_adapter()
-    assert error(result_of(model, inputs), both) < ROUNDING
-    model.unmerge_adapter()
-    assert error(result_of(model, inputs), both) < ROUNDING
-    assert error(result_of(model.merge_and_unload(), inputs), both) < ROUNDING
+    for change in (model.merge_adapter, model.unmerge_adapter, model.merge_and_unload):
+        assert error(result_of(change() or model, inputs), seen[2]) < ROUNDING
 
 
 def test_saved_adapter_is_an_ordinary_one(tmp_path: Path) -> None:

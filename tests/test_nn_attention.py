@@ -16,13 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as functional
-from nn_elementwise_tools import step_of
-from norm_tools import EXACT, INT4, held_bytes, sample
+from norm_tools import EXACT, INT4, held_bytes, sample, step_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vramx.compression.codec.codec import layout_of
-from vramx.compression.config import Compression, Format
+from vramx.compression.config import Compression
 from vramx.nn import attention_kernels as kernels
 from vramx.nn.attention import Attended, scaled_dot_product_attention
 from vramx.nn.functional import linear
@@ -135,24 +133,6 @@ def test_queries_are_packed_where_the_policy_says_so() -> None:
     for ours, theirs in zip(*both_gradients(tensors, keep=PACKED_QUERIES), strict=True):
         # Each element of q and k is off by 0.4 % of the largest of its group, about 3 deviations.
         assert 0 < (ours - theirs).norm() <= 0.06 * theirs.norm()
-
-
-def buffer_bytes(numel: int) -> int:
-    return layout_of(numel, Format()).buffer_bytes
-
-
-def test_projection_shares_the_pack() -> None:
-    tensors = inputs()
-    weight = sample(5, HEADS * SIZE, seed=6)
-
-    def both() -> Tensor:
-        attended = attend(*tensors)
-        return linear(rows(attended.y), weight, kept=attended.kept)
-
-    of_y, probe = buffer_bytes(BATCH * HEADS * TOKENS * SIZE), 4
-    of_v = buffer_bytes(tensors[2].numel())
-    assert held_bytes(both, *tensors, weight) == of_y + of_v + 2 * probe
-    assert held_bytes(lambda: attend(*tensors).y, *tensors) == of_v + probe
 
 
 def test_projections_gradient_is_that_of_the_result() -> None:

@@ -19,7 +19,7 @@ from channel_norm_tools import (
     every_order,
     image,
 )
-from norm_tools import EXACT, INT8, gradients, held_bytes, sample
+from norm_tools import EXACT, INT8, gradients, sample
 from torch import Tensor
 
 import vramx.nn
@@ -102,33 +102,8 @@ def test_second_derivatives_are_torchs(word: str) -> None:
     assert all(close(a, b) for a, b in zip(*found, strict=True))
 
 
-@every_order
-@pytest.mark.parametrize("adds", [False, True], ids=["alone", "residual"])
-@pytest.mark.parametrize(("word", "bits"), [("none", 0), ("relu", 1), ("leaky_relu", 1)])
-def test_a_bit_an_element_is_kept_at_most(
-    word: str, bits: int, adds: bool, order: torch.memory_format
-) -> None:
-    shape, affine = (8, 64, 16, 16), [each.detach() for each in affine_of((8, 64))]
-    x, residual = (image(seed, shape, order, torch.bfloat16) for seed in (0, 1))
-    statistics = constants(64, torch.float32)
-    options = {"activation": word, "residual": residual if adds else None, "keep": INT8}
-
-    def run() -> Tensor:
-        return batch_norm(x, *statistics, *affine, **options).y  # type: ignore[arg-type]
-
-    # A factor a channel, and a probe of one element.
-    assert held_bytes(run, *affine) == bits * x.numel() // 8 + 4 * 64 + 2
-
-
-def test_nothing_is_kept_where_nothing_learns() -> None:
-    x, statistics = image(0).detach(), constants(SHAPE[1])
-    affine = [each.detach() for each in affine_of(SHAPE)]
-    assert held_bytes(lambda: batch_norm(x, *statistics, *affine, activation="relu")) == 0
-
-
-@pytest.mark.parametrize(("keep", "size"), [(EXACT, 2.0), (INT8, 1 + 6 / 128 + 1 / 8)])
-def test_relu_and_a_convolution_keep_one_result(keep: Compression, size: float) -> None:
-    """Of an exact one the signs are those that it has."""
+@every_level
+def test_relu_and_a_convolution_have_torchs_gradients(keep: Compression) -> None:
     x, weight = image(0, (8, 64, 16, 16), dtype=torch.bfloat16), image(4, (8, 64, 3, 3)).bfloat16()
     weight = weight.detach().requires_grad_()
     statistics = constants(64, torch.float32)
@@ -137,7 +112,6 @@ def test_relu_and_a_convolution_keep_one_result(keep: Compression, size: float) 
         normed = batch_norm(x, *statistics, activation="relu", keep=keep)
         return conv2d(normed, weight, keep=keep)
 
-    assert held_bytes(run, weight) / x.numel() == pytest.approx(size, rel=0.01)
     y = functional.conv2d(functional.batch_norm(x, *statistics).relu(), weight)
     found, exact = (torch.autograd.grad(each.sum(), [x, weight]) for each in (run(), y))
     # bfloat16 rounds a few times by half a step, 2**-9; a pack is off by 1.6 % (optimize_tools.py).
@@ -169,14 +143,11 @@ def test_mode_is_read_at_each_call() -> None:
             assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_convolution_with_a_frozen_weight_keeps_nothing() -> None:
-    """torch's own keeps its input, of which nothing is read but the shape."""
+def test_convolution_with_a_frozen_weight_has_torchs_gradient() -> None:
     x, weight = image(0), image(4, (5, 6, 3, 3)).detach()
 
     def runs(function: Any) -> list[Tensor]:
         return [function(x * 1, weight, padding=1, stride=2)]
 
-    assert held_bytes(lambda: runs(functional.conv2d), weight) == x.nbytes
-    assert held_bytes(lambda: runs(conv2d), weight) == 0
     found, exact = (gradients(lambda f=f: runs(f), [x]) for f in (conv2d, functional.conv2d))
     assert close(*found, *exact)

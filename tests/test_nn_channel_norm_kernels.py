@@ -6,11 +6,10 @@ It fuses nothing: results and bytes are equal, but for exponentials, and sums in
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
-from interpreted_nn import Interpreted, call_operator, interpreted_nn
+from interpreted_nn import call_operator, interpreted_nn
 from torch import Tensor
 
 from vramx.nn.keeping import BY_SIGNS, ORDERS, RAW, SIGNS, Spec
@@ -73,11 +72,6 @@ CASES = [
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Interpreted:
-    return interpreted_nn()
-
-
 def sample(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -106,8 +100,8 @@ def same(found: Tensor, expected: Tensor, case: Case) -> bool:
 
 
 @every_case
-def test_forward_is_plain_torchs_to_the_bit(interpreted: Interpreted, case: Case) -> None:
-    found = interpreted.operator("channel_norm", *inputs(case))
+def test_forward_is_plain_torchs_to_the_bit(case: Case) -> None:
+    found = interpreted_nn().operator("channel_norm", *inputs(case))
     expected = call_operator("channel_norm", inputs(case))
     assert all_same(found, expected, case)
 
@@ -148,10 +142,10 @@ LINEAR = ([1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0])
     ],
     ids=str,
 )
-def test_gradients_are_plain_torchs(interpreted: Any, case: Case, wanted: list[int]) -> None:
+def test_gradients_are_plain_torchs(case: Case, wanted: list[int]) -> None:
     """dx is computed of factors, and rounded as often; sums are of the same numbers."""
     arguments = backward_inputs(case, wanted)
-    found = interpreted.operator("channel_norm_backward", *arguments)
+    found = interpreted_nn().operator("channel_norm_backward", *arguments)
     expected = call_operator("channel_norm_backward", arguments)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
@@ -159,13 +153,13 @@ def test_gradients_are_plain_torchs(interpreted: Any, case: Case, wanted: list[i
 
 
 @kept_cases
-def test_output_again_is_plain_torchs(interpreted: Interpreted, case: Case) -> None:
+def test_output_again_is_plain_torchs(case: Case) -> None:
     _, weight, bias, kept, _, bits, *_ = backward_inputs(case, [1, 1, 1, 1])
     arguments = [
         kept, bits, weight, bias, list(case.shape), case.groups, case.kind, case.leak,
         torch.float32, torch.float32, case.form,
     ]  # fmt: skip
-    (found,) = interpreted.operator("channel_norm_output", *arguments)
+    (found,) = interpreted_nn().operator("channel_norm_output", *arguments)
     assert same(found, *call_operator("channel_norm_output", arguments), case)
 
 
@@ -180,12 +174,12 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_comparison_sees_a_defect(interpreted: Interpreted, defect: str) -> None:
+def test_comparison_sees_a_defect(defect: str) -> None:
     case = DEFECTS[defect]
-    forward = interpreted.operator("channel_norm", *inputs(case), defect=defect)
+    forward = interpreted_nn().operator("channel_norm", *inputs(case), defect=defect)
     expected = call_operator("channel_norm", inputs(case))
     arguments = backward_inputs(case, [1, 1, 1, 1])
-    dx = interpreted.operator("channel_norm_backward", *arguments, defect=defect)[0]
+    dx = interpreted_nn().operator("channel_norm_backward", *arguments, defect=defect)[0]
     right = call_operator("channel_norm_backward", arguments)[0]
     equal = all_same(forward, expected, case)
     assert not (equal and torch.allclose(dx, right, rtol=1e-5, atol=1e-5))

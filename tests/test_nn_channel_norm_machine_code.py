@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
-from machine_code_tools import MachineCode, compiled, folder
+from machine_code_tools import MachineCode, compiled
 
 from vramx.kernels import channel_norm_launch as launch
 from vramx.kernels.channel_norm_launch import Channels
 
 pytest.importorskip("triton")
-
-__all__ = ["folder"]  # a fixture
 
 THREAD_ELEMENTS = 16
 # Where channels lie: within a group of the codec, groups within them, neither, a run shorter than
@@ -51,7 +48,7 @@ WIDE_WRITES |= {"channel_norm_input": 4, "channel_norm_sums": 0}
 
 
 @lru_cache
-def code_of(name: str, way: str, folder: Path, keeps: bool = True) -> MachineCode:
+def code_of(name: str, way: str, keeps: bool = True) -> MachineCode:
     """Compile a kernel of BatchNorm with a residual and ReLU; `keeps`: n, beside the bits."""
     channels = WAYS[way]
     if name == "channel_norm_sums":
@@ -60,7 +57,7 @@ def code_of(name: str, way: str, folder: Path, keeps: bool = True) -> MachineCod
         plan = launch.plan_of(name, channels, keeps, (128, True))
     constants = {**plan.constants, "KIND": "leaky_relu", "STOCHASTIC": keeps}
     return compiled(
-        plan.kernel, TYPES, constants, folder, THREAD_ELEMENTS,
+        plan.kernel, TYPES, constants, THREAD_ELEMENTS,
         # Of pointers, and of a width: the launcher's own rule.
         lambda name, kind: kind[0] == "*" or name == "width",
     )  # fmt: skip
@@ -80,8 +77,8 @@ every_case = pytest.mark.parametrize(("name", "way"), CASES)
 
 
 @every_case
-def test_instructions_leave_memory_the_slower_one(name: str, way: str, folder: Path) -> None:
-    code = code_of(name, way, folder)
+def test_instructions_leave_memory_the_slower_one(name: str, way: str) -> None:
+    code = code_of(name, way)
     assert code.per_element <= LIMITS[name]
     assert not code.of_local_memory
 
@@ -92,8 +89,8 @@ ALONE = {"channel_norm": (36.0, 4, 2), "channel_norm_input": (28.0, 2, 4)}
 
 @pytest.mark.parametrize("way", ["rows of 96", "long"])
 @pytest.mark.parametrize("name", ALONE)
-def test_norm_that_keeps_bits_alone_touches_nothing_else(name: str, way: str, folder: Path) -> None:
-    code, (limit, reads, writes) = code_of(name, way, folder, keeps=False), ALONE[name]
+def test_norm_that_keeps_bits_alone_touches_nothing_else(name: str, way: str) -> None:
+    code, (limit, reads, writes) = code_of(name, way, keeps=False), ALONE[name]
     assert code.per_element <= limit
     assert not code.of_local_memory
     tables = {"channel_norm": 4, "channel_norm_input": 3}[name] * THREAD_ELEMENTS // 4
@@ -102,9 +99,9 @@ def test_norm_that_keeps_bits_alone_touches_nothing_else(name: str, way: str, fo
 
 
 @every_case
-def test_tensors_and_codes_move_16_bytes_at_a_time(name: str, way: str, folder: Path) -> None:
+def test_tensors_and_codes_move_16_bytes_at_a_time(name: str, way: str) -> None:
     """What tables are read in is beside that: 16 bytes as well, or 4 a run of a channel."""
-    tile = code_of(name, way, folder).tile
+    tile = code_of(name, way).tile
     assert tile["STG.E.128"] == WIDE_WRITES[name]
     tables = {"channel_norm": 4, "channel_norm_output": 2, "channel_norm_input": 3}.get(name, 0)
     vectors = tables * THREAD_ELEMENTS // 4 if way.startswith("rows") else 0

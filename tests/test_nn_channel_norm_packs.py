@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as functional
-from channel_norm_tools import affine_of, every_kind, every_order, image, ours, torchs
-from norm_tools import INT4, INT8, NEAREST, held_bytes, step_of
+from channel_norm_tools import affine_of, every_order, image, ours, torchs
+from norm_tools import INT4, INT8, NEAREST, step_of
 from torch import Tensor
 
 from vramx.compression.codec import random
-from vramx.compression.codec.codec import layout_of, pack
-from vramx.compression.config import Compression, Format
+from vramx.compression.codec.codec import pack
+from vramx.compression.config import Compression
 from vramx.nn import reference_channel_norm as reference
-from vramx.nn.convolution import keep_input
-from vramx.nn.functional import batch_norm, conv2d
+from vramx.nn.functional import batch_norm
 from vramx.nn.keeping import decode
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -89,37 +87,6 @@ def test_pack_is_the_codecs_of_the_normalised_input(keep: Compression, order: An
     n, _ = reference.normalise(x.detach(), reference.Shape(0, x.shape), 1e-5)
     flat = n.movedim(1, -1) if order == torch.channels_last else n
     assert torch.equal(kept.buffer, pack(flat.reshape(-1), keep.format()).buffer)
-
-
-@every_kind
-@every_order
-def test_norm_relu_and_convolution_keep_a_pack_and_a_bit(kind: str, order: Any) -> None:
-    shape = (8, 66, 16, 16)
-    x, affine = image(0, shape, order, torch.bfloat16), affine_of(shape)
-    weight = image(4, (8, 66, 3, 3), dtype=torch.bfloat16)
-    held = held_bytes(
-        lambda: conv2d(ours(kind, x, affine, activation="relu"), weight), x, *affine, weight
-    )
-    packs = layout_of(x.numel(), Format()).buffer_bytes + x.numel() // 8
-    channels = 66 if kind == "batch" else 8 * 66
-    assert held == packs + 4 * channels + 2  # a factor each, and the probe
-    half = affine[0].bfloat16(), affine[1].bfloat16()
-    plain = held_bytes(
-        lambda: functional.conv2d(torchs(kind, x, half).relu(), weight), *half, weight
-    )
-    assert plain > 3.3 * held
-
-
-def test_convolutions_share_one_pack_of_a_tensor() -> None:
-    x, weight = image(0, (2, 64, 8, 8), dtype=torch.float32), image(1, (4, 64, 1, 1)).float()
-    weight = weight.detach().requires_grad_()
-
-    def two() -> list[Tensor]:
-        kept = keep_input(x)
-        return [conv2d(x, weight, kept=kept), conv2d(x, weight, stride=2, kept=kept)]
-
-    held = held_bytes(two, x, weight)
-    assert held == layout_of(x.numel(), Format()).buffer_bytes + 4
 
 
 @pytest.mark.parametrize("shape", [(0, 6, 5, 5), (4, 6, 0, 5)])

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
-from machine_code_tools import MachineCode, compiled, folder
+from machine_code_tools import MachineCode, compiled
 
 from vramx.kernels import cross_entropy_launch, elementwise_launch, launch, rotary_launch
 from vramx.kernels.layout import Layout
 
 pytest.importorskip("triton")
-
-__all__ = ["folder"]  # a fixture
 
 
 def loss_plan(*, shifted: bool) -> launch.Plan:
@@ -65,34 +62,34 @@ OF_BACKWARD = {"gate_ptr": "*u8", "up_ptr": "*u8"}
 
 
 @lru_cache
-def code_of(name: str, folder: Path) -> MachineCode:
+def code_of(name: str) -> MachineCode:
     plan = PLANS[name]()
     of_backward = OF_BACKWARD if plan.kernel.__name__ == "glu_backward_kernel" else {}
     types = dict.fromkeys(plan.kernel.arg_names, "*bf16") | TYPES | of_backward
     return compiled(
-        plan.kernel, types, plan.constants, folder, plan.tile // (32 * plan.constants["num_warps"]),
+        plan.kernel, types, plan.constants, plan.tile // (32 * plan.constants["num_warps"]),
         # A tensor's memory, and rows where their length is a multiple of 16.
         lambda name, kind: kind[0] == "*" or name.endswith(STRIDES),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_instructions_and_accesses_of_16_bytes(name: str, folder: Path) -> None:
+def test_instructions_and_accesses_of_16_bytes(name: str) -> None:
     """Every byte of data and codes moves so: nothing is left for a narrower access."""
-    code, (limit, read, written) = code_of(name, folder), LIMITS[name]
+    code, (limit, read, written) = code_of(name), LIMITS[name]
     assert code.per_element <= limit
     assert code.bytes_of("LDG") == read * code.elements
     assert code.bytes_of("STG") == written * code.elements
 
 
 @pytest.mark.parametrize(("name", "others"), [("loss", 8), ("loss of odd rows", 11)])
-def test_rows_of_logits_move_16_bytes_at_a_time(name: str, others: int, folder: Path) -> None:
+def test_rows_of_logits_move_16_bytes_at_a_time(name: str, others: int) -> None:
     """Once each way: gradients or, in code of their own, the zeros of an ignored row.
 
     Narrower are, once a piece: the target, its logit and gradient, the loss twice, mail thrice; and
     an edge a thread, twice for its zero.
     """
-    code = code_of(name, folder)
+    code = code_of(name)
     accesses = Counter(
         {op: n for op, n in code.everything.items() if op.startswith(("LDG", "STG"))}
     )
@@ -102,19 +99,19 @@ def test_rows_of_logits_move_16_bytes_at_a_time(name: str, others: int, folder: 
 
 
 @pytest.mark.parametrize("name", ["loss", "loss of odd rows"])
-def test_memory_is_the_limit_of_the_loss(name: str, folder: Path) -> None:
+def test_memory_is_the_limit_of_the_loss(name: str) -> None:
     """2 bytes read and 2 written a logit leave time for 31 instructions."""
-    code = code_of(name, folder)
+    code = code_of(name)
     assert code.everything.total() / code.elements <= 22
 
 
-def test_heads_and_their_cosines_move_16_bytes_at_a_time(folder: Path) -> None:
+def test_heads_and_their_cosines_move_16_bytes_at_a_time() -> None:
     """Per thread 8 elements of each half: of 2 blocks of x, of cos and sin, and of the results."""
-    operations = code_of("rotary", folder).everything
+    operations = code_of("rotary").everything
     moves = {op: n for op, n in operations.items() if op[:3] in ("LDG", "STG")}
     assert moves == {"LDG.E.128": 8, "STG.E.128": 4}
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_nothing_is_kept_in_local_memory(name: str, folder: Path) -> None:
-    assert not code_of(name, folder).of_local_memory
+def test_nothing_is_kept_in_local_memory(name: str) -> None:
+    assert not code_of(name).of_local_memory

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_nn import Interpreted, interpreted_nn
+from interpreted_nn import interpreted_nn
 from nn_elementwise_tools import differs
-from norm_tools import EXACT, NEAREST, gradients, held_bytes, sample
+from norm_tools import EXACT, NEAREST, gradients, sample
 from torch import Tensor
 
-from vramx.compression.codec.codec import layout_of
-from vramx.compression.config import Compression, Format
+from vramx.compression.config import Compression
 from vramx.nn.feed_forward import TwoLinears, two_linears
-from vramx.nn.functional import layer_norm, linears, rms_norm
+from vramx.nn.functional import layer_norm, linears
 from vramx.nn.unit_linear import gelu_linear, silu_linear
 
 INPUTS, INNER = 128, 256
@@ -98,11 +97,6 @@ def test_each_gradient_comes_alone(place: int) -> None:
     assert (found - expected[place]).norm() <= 0.05 * expected[place].norm()
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Interpreted:
-    return interpreted_nn()
-
-
 def arguments(form: list[int]) -> tuple[Any, ...]:
     """Return arguments of the forward operator, of a tensor that is kept as it is."""
     x, *others = (t.detach() for t in leaves(inputs=64, inner=128))
@@ -127,41 +121,19 @@ FORMS = pytest.mark.parametrize("form", [[8, 64, 1, 0, 0], [0, 0, 0, 0, 0]], ids
 
 
 @FORMS
-def test_kernel_is_the_composite(form: list[int], kernels: Interpreted) -> None:
-    found = kernels.operator("two_linears", *arguments(form))
+def test_kernel_is_the_composite(form: list[int]) -> None:
+    found = interpreted_nn().operator("two_linears", *arguments(form))
     assert differs(found[0], torch.ops.vramx.two_linears(*arguments(form))[0]) <= 1
 
 
 @FORMS
-def test_kernel_of_backward_is_the_composite(form: list[int], kernels: Interpreted) -> None:
+def test_kernel_of_backward_is_the_composite(form: list[int]) -> None:
     of = backward_arguments(form)
     expected = torch.ops.vramx.two_linears_backward(*of)
 
     def worst(**options: Any) -> float:
-        found = kernels.operator("two_linears_backward", *of, **options)
+        found = interpreted_nn().operator("two_linears_backward", *of, **options)
         return max(differs(*pair) for pair in zip(found, expected, strict=True))
 
     assert worst() <= 1
     assert worst(defect="slope of the activation") > 1
-
-
-def test_of_a_norms_result_the_wide_pack_is_kept_alone() -> None:
-    x, *others = leaves()
-    wide = layout_of(len(x) * INNER, Format()).buffer_bytes
-    alone = held_bytes(lambda: rms_norm(x), x)
-    both = held_bytes(lambda: two_linears(rms_norm(x), terms(*others), x), x, *others)
-    assert both == alone + wide
-    exact = held_bytes(lambda: two_linears(x, terms(*others), x, EXACT), x, *others)
-    assert exact == len(x) * INNER * 4
-
-
-def test_autocast_keeps_no_casts() -> None:
-    x, *others = leaves()
-
-    def call() -> list[Tensor]:
-        with torch.autocast("cpu", torch.bfloat16):
-            return [two_linears(rms_norm(x), terms(*others), x)]
-
-    wide = layout_of(len(x) * INNER, Format()).buffer_bytes
-    assert held_bytes(call, x, *others) == held_bytes(lambda: rms_norm(x), x) + wide
-    assert {g.dtype for g in gradients(call, [x, *others])} == {torch.float32}

@@ -8,6 +8,7 @@ import pickle
 import sys
 import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,16 +21,18 @@ from language_model_tools import (
     largest_error,
     sizes_made,
     stand_in,
+    told_anew,
 )
 from optimize_tools import ROUNDING, optimised_copy
 from torch import nn
 
 import vramx
-from vramx import errors
 from vramx.errors import VramxWarning
-from vramx.nn.families.bare import bare_model
 from vramx.nn.logits import Logits
 from vramx.nn.loss_chunks import chunk_tokens
+
+__all__ = ["told_anew"]  # a fixture
+pytestmark = pytest.mark.usefixtures("told_anew")
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -50,15 +53,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def told_anew() -> None:
-    errors._said.clear()
-
-
-def logits_of(result: Any) -> Any:
-    return result[1] if isinstance(result, tuple) else result.logits
-
-
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_the_originals(kind: str, option: str) -> None:
@@ -69,7 +63,8 @@ def test_loss_and_gradients_are_the_originals(kind: str, option: str) -> None:
     report = vramx.optimize(model, "keep")
     assert [row.name for row in report.swapped] == ["lm_head"]
     assert largest_error(model, original, call) < ROUNDING
-    logits = logits_of(model(**call))
+    result = model(**call)
+    logits = result[1] if option == "tuple" else result.logits
     assert isinstance(logits, Logits)
     assert not logits.is_made
 
@@ -124,72 +119,14 @@ def test_labels_by_position_are_seen() -> None:
     assert isinstance(result.logits, Logits)
 
 
-@pytest.mark.parametrize("passes_labels", [True, False])
-def test_a_model_within_another_needs_no_logits_whoever_computes_the_loss(
-    passes_labels: bool,
-) -> None:
-    torch.manual_seed(0)
-    original = stand_in().StandInEncoderDecoder(language_model(), passes_labels).train()
-    call = {"pixels": torch.randn(2, TOKENS, 12), "labels": call_of()["labels"]}
-    model = copy.deepcopy(original)
-    report = vramx.optimize(model, "keep")
-    (row,) = report.swapped
-    assert row.name == "decoder.lm_head"
-    assert "StandInEncoderDecoder and StandInForCausalLM" in row.reason
-    assert largest_error(model, original, call) < ROUNDING
-    assert not model(**call).logits.is_made
-    inner = {"input_ids": call_of()["input_ids"], "labels": call["labels"]}
-    assert not model.decoder(**inner).logits.is_made
-    assert len(vramx.restore(model)) == 3
-    assert largest_error(model, original, call) == 0
-
-
-def test_a_model_around_another_that_makes_logits_is_named() -> None:
-    model = stand_in().StandInEncoderDecoder(language_model()).train()
-    model.loss_function = own_loss
-    with pytest.warns(VramxWarning, match=r"StandInEncoderDecoder .*own_loss is not known"):
-        report = vramx.optimize(model, "keep")
-    (row,) = report.swapped
-    assert "StandInForCausalLM, without logits; StandInEncoderDecoder is as it was" in row.reason
-    call = {"pixels": torch.randn(2, TOKENS, 12), "labels": call_of()["labels"].clamp(min=0)}
-    assert type(model(**call).logits) is torch.Tensor
-
-
-def test_a_model_of_the_programs_own_around_another_is_no_reason_for_a_word() -> None:
-    class Own(nn.Module):
-        def __init__(self, decoder: Any) -> None:
-            super().__init__()
-            self.decoder = decoder
-
-        def get_output_embeddings(self) -> nn.Module:
-            return self.decoder.get_output_embeddings()
-
-        def forward(self, input_ids: Any, labels: Any = None) -> Any:
-            return self.decoder(input_ids=input_ids, labels=labels)
-
-    model = Own(language_model()).train()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        report = vramx.optimize(model, "keep")
-    (row,) = report.swapped
-    assert row.reason == "the loss of StandInForCausalLM, without logits"
-    assert not model(**call_of()).logits.is_made
-
-
-def test_a_bare_model_has_nothing_of_the_models_memory() -> None:
-    model = stand_in().StandInEncoderDecoder(language_model(bias=True)).train()
-    before = copy.deepcopy(model.state_dict())
-    bare, call = bare_model(model)
-    assert type(bare) is type(model)
-    assert type(bare.decoder) is type(model.decoder)
-    mine = {id(part) for part in (*model.modules(), *model.parameters(), model.config)}
-    assert not mine & {id(part) for part in (*bare.modules(), *bare.parameters(), bare.config)}
-    assert sorted(call) == ["labels", "pixels"]
-    assert all(map(torch.equal, model.state_dict().values(), before.values()))
-
-
 def own_loss(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
     return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+
+def without_a_word(model: nn.Module, level: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return vramx.optimize(model, level)
 
 
 class Derived(stand_in().StandInForCausalLM):  # type: ignore[misc]
@@ -201,43 +138,39 @@ class Forwarding(stand_in().StandInForCausalLM):  # type: ignore[misc]
         return super().forward(*args, **kwargs)
 
 
-def _hook(model: Any) -> None:
-    model.lm_head.register_forward_hook(lambda module, args, result: result + 0)
-
-
-def _adapt(model: Any) -> None:
-    model.lm_head = nn.Sequential(model.lm_head, nn.Identity())
-
-
-def _own_loss(model: Any) -> None:
-    model.loss_function = own_loss
-
-
 def _own_forward(model: Any) -> None:
     model.forward = types.MethodType(stand_in().StandInForCausalLM.forward, model)
 
 
-CHANGES = {"hooks": _hook, "adapter": _adapt, "loss": _own_loss}
+def _setting(name: str, value: Any, of: str = "") -> Callable[[Any], None]:
+    return lambda model: setattr(getattr(model, of) if of else model, name, value)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (_hook, "no plain Linear"),
-        (_adapt, "no plain Linear"),
-        (_own_loss, "own_loss"),
-        (_own_forward, "replaced"),
-        (lambda model: setattr(model, "__class__", Derived), "derived from StandInForCausalLM"),
-        (lambda model: setattr(model, "__class__", Forwarding), "derived from StandInForCausalLM"),
-        (lambda model: setattr(model.config, "penalty", 0.1), "needs the logits"),
-        (
-            lambda model: setattr(model.config, "vocab_size", None),
-            "cannot be tried: TypeError",
-        ),
-    ],
-)
-def test_what_is_not_known_is_left_with_a_reason(change: Any, reason: str) -> None:
+Changes = dict[str, tuple[Callable[[Any], Any], str]]
+CHANGES: Changes = {
+    "hooks": (
+        lambda model: model.lm_head.register_forward_hook(lambda module, args, result: result + 0),
+        "no plain Linear",
+    ),
+    "adapter": (
+        lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head, nn.Identity())),
+        "no plain Linear",
+    ),
+    "loss": (_setting("loss_function", own_loss), "own_loss"),
+}
+NOT_KNOWN: Changes = CHANGES | {
+    "forward": (_own_forward, "replaced"),
+    "class": (_setting("__class__", Derived), "derived from StandInForCausalLM"),
+    "class's forward": (_setting("__class__", Forwarding), "derived from StandInForCausalLM"),
+    "penalty": (_setting("penalty", 0.1, of="config"), "needs the logits"),
+    "no size": (_setting("vocab_size", None, of="config"), "cannot be tried: TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_KNOWN)
+def test_what_is_not_known_is_left_with_a_reason(name: str) -> None:
     model = language_model()
+    change, reason = NOT_KNOWN[name]
     change(model)
     with pytest.warns(VramxWarning, match=reason):
         report = vramx.optimize(model)
@@ -250,10 +183,7 @@ def test_what_is_not_known_is_left_with_a_reason(change: Any, reason: str) -> No
 
 def test_head_whose_level_is_left_is_left_without_a_word() -> None:
     model = language_model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        report = vramx.optimize(model, {"lm_head": "left", "*": "int8"})
-    assert not report.swapped
+    assert not without_a_word(model, {"lm_head": "left", "*": "int8"}).swapped
     assert type(model(**call_of()).logits) is torch.Tensor
 
 
@@ -262,7 +192,7 @@ def test_what_is_changed_afterwards_is_as_the_original_changed(name: str) -> Non
     original = language_model()
     model = optimised_copy(original)
     for each in (model, original):
-        CHANGES[name](each)
+        CHANGES[name][0](each)
     with pytest.warns(VramxWarning, match="makes its logits"):
         result = model(**call_of())
     assert type(result.logits) is torch.Tensor
@@ -272,21 +202,27 @@ def test_what_is_changed_afterwards_is_as_the_original_changed(name: str) -> Non
         assert largest_error(model, original, call_of()) == 0
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch"])
+def through_a_file(model: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch": through_a_file,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
 def test_copies_make_no_logits_and_train_apart(how: str, monkeypatch: Any) -> None:
     if "transformers" not in sys.modules:  # pickle asks for the package of the class
         monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
     model, call = language_model(), call_of()
     vramx.optimize(model, "keep")
-    if how == "deepcopy":
-        other = copy.deepcopy(model)
-    elif how == "pickle":
-        other = pickle.loads(pickle.dumps(model))
-    else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        other = torch.load(buffer, weights_only=False)
+    other = COPIES[how](model)
     with torch.no_grad():
         other.lm_head.weight.mul_(2)
     expected = copy.deepcopy(other)
@@ -321,8 +257,7 @@ def test_gradients_under_autocast_are_the_originals_to_its_rounding() -> None:
     model = optimised_copy(original, "keep")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, expected = model(**call), original(**call)
-    assert found.logits.dtype == expected.logits.dtype
-    assert not found.logits.is_made
-    # Of sums of some tens of terms, each rounded to bfloat16 in either way.
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert found.logits.dtype == expected.logits.dtype
+        assert not found.logits.is_made
+        # Of sums of some tens of terms, each rounded to bfloat16 in either way.
         assert largest_error(model, original, call) < 8 * torch.finfo(torch.bfloat16).eps

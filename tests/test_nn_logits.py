@@ -10,21 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from language_model_tools import told_anew
 from optimize_tools import ROUNDING, error
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils import _pytree as pytree
 
-from vramx import errors
 from vramx.errors import LogitsNotMadeError, VramxWarning
 from vramx.nn.logits import Logits
 
+__all__ = ["told_anew"]  # a fixture
+pytestmark = pytest.mark.usefixtures("told_anew")
+
 ROWS, TOKENS, WIDTH, CLASSES = 2, 6, 16, 11
-
-
-@pytest.fixture(autouse=True)
-def told_anew() -> None:
-    errors._said.clear()
 
 
 def inputs_of(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

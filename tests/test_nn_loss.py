@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from interpreted_nn import Evaluated, evaluate, interpreted_nn
-from nn_elementwise_tools import differs, gradients, leaves, relative_error, sample, saved_by
+from language_model_tools import sizes_made
+from nn_elementwise_tools import differs, gradients, leaves, sample
+from norm_tools import error
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramx.compression.hooks import compress
 from vramx.errors import FirstDerivativeOnlyError
@@ -102,7 +103,7 @@ def test_narrow_types_are_as_near_to_float64_as_torch_is(reduction: str, dtype: 
     found = gradients(lambda *t: ours(*t, **options), inputs, incoming)
     for a, b, c in zip(found, torchs, exact, strict=True):
         assert a.dtype == dtype
-        assert relative_error(a, c) <= 2 * relative_error(b, c)
+        assert error(a, c) <= 2 * error(b, c)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -130,7 +131,7 @@ def test_small_gradients_survive_in_float16() -> None:
     scale = torch.tensor(1024.0)  # as a gradient scaler's
     (found, *_) = gradients(lambda *t: ours(*t, **options), inputs, scale)
     (exact, *_), _ = plain_gradients(inputs, scale, **options)
-    assert relative_error(found, exact) < 0.01
+    assert error(found, exact) < 0.01
 
 
 COMPARED = [
@@ -174,29 +175,17 @@ def test_target_that_is_no_class_gives_nan() -> None:
         assert found.gradients[0].isnan().any(1).tolist() == [False, True, True]
 
 
-class _Largest(TorchDispatchMode):
-    """Remembers the most elements of a result of any operation."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.numel = max(self.numel, result.numel())
-        return result
-
-
 def test_logits_are_never_held() -> None:
     """Nothing inside the operator has more elements than a chunk's logits."""
     hidden, weight, _ = inputs_of(torch.float32, tokens=512, classes=64)
     body = operators_loss.loss_and_gradients.implementation
     targets, settings = targets_of(512, 64), [-100.0, 0.0, 0.0, 32.0]
-    with _Largest() as largest:
+    with sizes_made() as sizes:
         body(hidden, weight, None, targets, settings, [True, True, False], True)
-    assert largest.numel == max(32 * 64, 512 * WIDTH)
-    with _Largest() as largest:
+    assert max(sizes) == max(32 * 64, 512 * WIDTH)
+    with sizes_made() as sizes:
         plain(hidden, weight, torch.zeros(64), targets=targets)
-    assert largest.numel == 512 * 64  # what the mode would have seen
+    assert max(sizes) == 512 * 64  # what the mode would have seen
 
 
 def test_chunks_by_default_hold_2048_tokens_or_512_mib() -> None:
@@ -209,17 +198,6 @@ def test_chunks_by_default_hold_2048_tokens_or_512_mib() -> None:
     assert chunk(4100, 32_000) == 1408  # three of about equal size
     assert chunk(8192, 512_000) * 512_000 * 2 <= 512 << 20
     assert chunk(100, 1 << 30) == 128
-
-
-def test_only_the_gradients_are_kept() -> None:
-    hidden, weight, bias = leaves(*inputs_of(torch.bfloat16))
-    saved = saved_by(lambda *t: ours(*t, targets=targets_of()), [hidden, weight, bias])
-    # bfloat16, but for the bias: its gradient is summed in float32, as the factor of the mean is.
-    sizes = sorted([4, 2 * hidden.numel(), 2 * weight.numel(), 4 * bias.numel()])
-    assert sorted(tensor.nbytes for tensor in saved) == sizes
-    frozen = weight.detach()
-    saved = saved_by(lambda h: linear_cross_entropy(h, frozen, targets_of()), [hidden])
-    assert sum(tensor.nbytes for tensor in saved) == 2 * hidden.numel() + 4
 
 
 def test_shapes_with_batches_are_taken() -> None:

@@ -13,6 +13,7 @@ import torch
 from vramx import nn as vnn
 from vramx.errors import InvalidValueError
 from vramx.nn.activation import gelu, silu
+from vramx.nn.attention import attention_linear
 from vramx.nn.dropout import dropout, dropout_add
 from vramx.nn.feed_forward import TwoLinears, two_linears
 from vramx.nn.functional import (
@@ -28,6 +29,7 @@ from vramx.nn.functional import (
 from vramx.nn.glu import geglu, swiglu
 from vramx.nn.loss import linear_cross_entropy
 from vramx.nn.low_rank import add_low_rank
+from vramx.nn.readers import Behind
 from vramx.nn.sides import Side, joined
 from vramx.nn.unit_linear import gelu_linear, glu_linear
 
@@ -46,6 +48,10 @@ def two(*weights: Any, **options: Any) -> Any:
 
 def turned(shape: tuple[int, ...], angles: tuple[int, ...]) -> Any:
     return rotary(zeros(shape), zeros(shape), zeros(angles), zeros(angles))
+
+
+def attended(behind: Behind) -> Any:
+    return attention_linear((ones(1, 2, 3, 4),) * 3, behind)
 
 
 MISTAKES: list[tuple[str, Callable[[], object]]] = [
@@ -70,6 +76,10 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ("weight has shape", lambda: linears(V, [], sides=[Side(ones(2, 3))])),
     ("0 to 1", lambda: linears(V, [], sides=[Side(V, 1.5)])),
     ("not accepted as one", lambda: joined([Side(V, 0.5), Side(V, 0.5)])),
+    ("weight has shape", lambda: attended(Behind(V))),
+    ("bias has shape", lambda: attended(Behind(ones(3, 8), VECTOR))),
+    ("float16", lambda: attended(Behind(ones(3, 8).half()))),
+    ("weight has shape", lambda: attended(Behind(side=Side(V)))),
     ("base has shape", lambda: add_low_rank(V, V, ones(3, 4))),
     ("weight has shape", lambda: add_low_rank(V, V, W)),
     ("torch.int32", lambda: rms_norm(X.int())),

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_nn import Interpreted, interpreted_nn
+from interpreted_nn import interpreted_nn
 from nn_elementwise_tools import differs
-from norm_tools import EXACT, gradients, held_bytes, sample
+from norm_tools import EXACT, INT4, INT8, NEAREST, gradients, sample, step_of
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 import vramx
-from vramx.nn import products
+from vramx.compression.config import Compression
+from vramx.nn import operators_mlp, products
 from vramx.nn.functional import mlp, rms_norm
 from vramx.nn.optimize import optimize
 
@@ -56,11 +57,6 @@ def check_derivatives(ours: Any, theirs: Any, every: list[Tensor]) -> None:
         assert torch.allclose(a, b, rtol=1e-11, atol=1e-11)
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Interpreted:
-    return interpreted_nn()
-
-
 def backward_arguments(count: int) -> tuple[Any, ...]:
     """Return arguments of mlp_backward whose pack is of a norm with a weight; all is asked for."""
     spec, x = [8, 64, 1, 0], sample(5, 64).detach()
@@ -76,39 +72,31 @@ def backward_arguments(count: int) -> tuple[Any, ...]:
 
 
 @every_form
-def test_kernel_is_the_composite(count: int, kernels: Interpreted) -> None:
+def test_kernel_is_the_composite(count: int) -> None:
     incoming, weights, biases, kind, *_ = backward_arguments(count)
     kept = (*[incoming] * 2, None, None, None, 0.0, False, torch.float32, [-1, 0, 0, 0])
     forward = (incoming, weights, biases, incoming, kind, *kept)
-    assert differs(kernels.operator("mlp", *forward)[0], torch.ops.vramx.mlp(*forward)) <= 1
+    assert (
+        differs(interpreted_nn().operator("mlp", *forward)[0], torch.ops.vramx.mlp(*forward)) <= 1
+    )
 
 
 DEFECTS = {2: "slope of the activation", 3: "slope without its second term"}
 
 
 @every_form
-def test_kernel_of_backward_is_the_composite(count: int, kernels: Interpreted) -> None:
+def test_kernel_of_backward_is_the_composite(count: int) -> None:
     arguments = backward_arguments(count)
     expected = torch.ops.vramx.mlp_backward(*arguments)
 
     def worst(**options: Any) -> float:
-        found = kernels.operator("mlp_backward", *arguments, **options)
+        found = interpreted_nn().operator("mlp_backward", *arguments, **options)
         pairs = [pair for pair in zip(found, expected, strict=True) if pair[1].numel()]
         assert len(pairs) == 1 + count + 1
         return max(differs(*pair) for pair in pairs)
 
     assert worst() <= 1
     assert worst(defect=DEFECTS[count]) > 1
-
-
-@every_form
-def test_nothing_is_kept_but_the_norms_pack(count: int) -> None:
-    x, (weights, biases) = sample(32, INPUTS), parameters(count)
-    scale = sample(INPUTS, seed=3)
-    apart = [x, scale, *weights, biases[0]]
-    alone = held_bytes(lambda: rms_norm(x, scale), *apart)
-    both = held_bytes(lambda: fused(rms_norm(x, scale), weights, biases, residual=x), *apart)
-    assert both == alone
 
 
 @pytest.mark.parametrize("rows", [4, products._TILE_ROWS])
@@ -134,7 +122,7 @@ def test_nothing_is_packed_without_gradients() -> None:
         assert (a - b).norm() <= 0.05 * b.norm()
 
 
-def test_autocast_computes_in_its_type_and_keeps_no_casts() -> None:
+def test_autocast_computes_in_its_type() -> None:
     x, (weights, biases) = sample(32, INPUTS), parameters(3)
 
     def call() -> list[Tensor]:
@@ -147,8 +135,6 @@ def test_autocast_computes_in_its_type_and_keeps_no_casts() -> None:
     # Torch rounds gate, silu(gate) and the product; ours the product: a few halves of 2**-8.
     off = call()[0] - x - expected
     assert off.norm() <= 2**-7 * expected.norm()
-    held = held_bytes(call, x, *weights, biases[0])
-    assert held == held_bytes(lambda: rms_norm(x), x)
     assert {g.dtype for g in gradients(call, [x, *weights, biases[0]])} == {torch.float32}
 
 
@@ -222,3 +208,84 @@ def test_a_recomputed_block_of_many_tokens_holds_its_inside_for_one_tile(monkeyp
     tiled = peak()
     monkeypatch.setattr(products, "_TILE_ROWS", tokens)
     assert peak() - tiled >= 7 / 8 * 2 * tokens * wide * 4
+
+
+# -- How far gradients are off where a pack of the input is kept -----------------------------------
+
+
+class Bounds:
+    """How far gradients may be from the exact ones if the input is off by `step`.
+
+    With first and second derivatives of silu below 1.1 and 0.5, of gelu below 1.13 and 0.8. There
+    is no residual, and no bias.
+    """
+
+    def __init__(self, x: Tensor, step: Tensor, weights: Sequence[Tensor], incoming: Tensor):
+        x, incoming, *weights = (t.detach().double() for t in (x, incoming, *weights))
+        self._x, self._step, self._inner = x, step, weights[:-1]
+        dz = (incoming @ weights[-1]).abs()
+        inside = [x @ w.t() for w in weights[:-1]]
+        off = [step @ w.abs().t() for w in weights[:-1]]
+        if len(inside) == 1:
+            value, slopes, slopes_off = 1.13 * off[0], [1.13 * dz], [0.8 * dz * off[0]]
+        else:
+            up = inside[1].abs() + off[1]
+            value = 1.1 * off[0] * up + F.silu(inside[0]).abs() * off[1]
+            slopes = [1.1 * dz * up, dz * F.silu(inside[0]).abs()]
+            slopes_off = [dz * (1.1 * off[1] + 0.5 * off[0] * up), 1.1 * dz * off[0]]
+        self._slopes, self._slopes_off = slopes, slopes_off
+        self.last = incoming.abs().t() @ value
+
+    def of_weights(self) -> list[Tensor]:
+        size = self._x.abs() + self._step
+        pairs = zip(self._slopes, self._slopes_off, strict=True)
+        return [*(off.t() @ size + slope.t() @ self._step for slope, off in pairs), self.last]
+
+    def of_input(self) -> Tensor:
+        products = zip(self._slopes_off, self._inner, strict=True)
+        return sum((off @ w.abs() for off, w in products), torch.zeros(()))
+
+
+def excess(
+    count: int, keep: Compression, source: str = "tensor", seed: int = 0
+) -> tuple[Tensor, ...]:
+    """Return by how much gradients leave their bounds: of the weights, and of the input.
+
+    Few inputs, that the bounds, which add up magnitudes, are not wide; float32's rounding of sums
+    of at most 32 terms of order 1 has 1e-5.
+    """
+    inputs, rows = 8, 32
+    x, scale = sample(rows, inputs, seed=seed), sample(inputs, seed=5)
+    weights, _ = parameters(count, inputs, 4)
+    incoming = sample(rows, inputs, seed=8).detach()
+    none = [None] * count
+    normed: Any = rms_norm(x, scale, 1e-5, keep=keep) if source == "norm" else x
+    y = normed.y if source == "norm" else x
+    exact = torch.autograd.grad(plain(y, weights, none), [y, *weights], incoming)
+    result = fused(normed, weights, none, keep=keep)
+    found = torch.autograd.grad(result, [y, *weights], incoming)
+    step = step_of(x)
+    if source == "norm":
+        step = step_of(y.detach() / scale.detach()) * scale.detach().double().abs()
+    bounds = Bounds(y, step, weights, incoming)
+    each = [bounds.of_input(), *bounds.of_weights()]
+    return tuple(
+        ((a - b).abs() - bound - 1e-5).max() for a, b, bound in zip(found, exact, each, strict=True)
+    )
+
+
+@every_form
+@pytest.mark.parametrize("source", ["tensor", "norm"])
+@pytest.mark.parametrize("keep", [INT8, NEAREST, INT4], ids=["stochastic", "nearest", "4 bits"])
+def test_int8_gradients_are_within_a_step(count: int, source: str, keep: Compression) -> None:
+    """And those of 4 bits are not."""
+    assert (max(excess(count, keep, source)) <= 0) == (keep is not INT4)
+
+
+@every_form
+def test_bounds_of_a_step_see_a_norm_without_its_weight(count: int, monkeypatch: Any) -> None:
+    right = operators_mlp.output_again
+    monkeypatch.setattr(
+        operators_mlp, "output_again", lambda kept, _, *how: right(kept, (None, None), *how)
+    )
+    assert max(excess(count, INT8, "norm")) > 0

@@ -5,7 +5,6 @@ Inputs are small integers: sums are exact in any order, and so packed bytes are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,12 +59,6 @@ CASES = [
     Case(3, 8320, EXACT),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-Operators = Callable[..., tuple[Tensor, ...]]
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Operators:
-    return interpreted_nn().operator
 
 
 def integers(seed: int, *shape: int) -> Tensor:
@@ -91,11 +84,11 @@ class Forward(NamedTuple):
         return self.x if self.residual is None else self.x + self.residual
 
 
-def forward(interpreted: Operators, case: Case, defect: str = "") -> Forward:
+def forward(case: Case, defect: str = "") -> Forward:
     x = integers(0, case.rows, case.hidden)
     residual = integers(1, case.rows, case.hidden) if case.residual else None
     given = (x, residual, None, 0, *affine_of(case), 1e-5, case.centred, x.dtype, list(case.spec))
-    return Forward(x, residual, *interpreted("norm", *given, defect=defect)[:4])
+    return Forward(x, residual, *interpreted_nn().operator("norm", *given, defect=defect)[:4])
 
 
 def normalised_with(rstd: Tensor, s: Tensor, centred: bool) -> Tensor:
@@ -114,13 +107,13 @@ def packed(n: Tensor, spec: Spec) -> Tensor:
 
 
 @every_case
-def test_forward_is_the_references(interpreted: Operators, case: Case) -> None:
+def test_forward_is_the_references(case: Case) -> None:
     """Packed bytes, output and sum are equal; the factor is right to four roundings.
 
     They are the division, the addition of eps, the root and its inverse. The sums are exact, but
     for the centred squares of rows that are no power of two: one more for each of 14 halvings.
     """
-    done = forward(interpreted, case)
+    done = forward(case)
     normalised = normalised_with(done.rstd, done.summed, case.centred)
     assert torch.equal(done.kept, packed(normalised, case.spec))
     assert torch.equal(done.y, reference.affine(normalised, *affine_of(case)))
@@ -131,10 +124,10 @@ def test_forward_is_the_references(interpreted: Operators, case: Case) -> None:
     assert ((done.rstd - exact).abs() <= roundings * UNIT * exact).all()
 
 
-def test_nothing_is_written_where_nothing_is_kept(interpreted: Operators) -> None:
+def test_nothing_is_written_where_nothing_is_kept() -> None:
     nothing = [-1, 0, 0, 0]
     x = integers(0, 3, 256)
-    y, _, kept, rstd, _ = interpreted(
+    y, _, kept, rstd, _ = interpreted_nn().operator(
         "norm", x, None, None, 0, None, None, 1e-5, False, x.dtype, nothing
     )
     assert kept.numel() == rstd.numel() == 0
@@ -142,11 +135,11 @@ def test_nothing_is_written_where_nothing_is_kept(interpreted: Operators) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_halves_differ_by_their_rounding(interpreted: Operators, dtype: torch.dtype) -> None:
+def test_halves_differ_by_their_rounding(dtype: torch.dtype) -> None:
     """The interpreter cuts where a GPU rounds to nearest: a whole unit of the type, not half."""
     x, residual = (integers(seed, 3, 256).to(dtype) for seed in (0, 1))
     weight = (integers(2, 256) / 4).to(dtype)
-    y, total, _, _, _ = interpreted(
+    y, total, _, _, _ = interpreted_nn().operator(
         "norm", x, residual, None, 0, weight, None, 1e-5, False, dtype, list(INT8)
     )
     exact = reference.normalise((x + residual).double(), 1e-5, False)[0] * weight
@@ -164,7 +157,7 @@ DEFECTS_OF_FORWARD = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS_OF_FORWARD)
-def test_comparison_sees_a_defect_in_forward(interpreted: Operators, defect: str) -> None:
+def test_comparison_sees_a_defect_in_forward(defect: str) -> None:
     case = DEFECTS_OF_FORWARD[defect]
-    right, wrong = forward(interpreted, case), forward(interpreted, case, defect)
+    right, wrong = forward(case), forward(case, defect)
     assert not (torch.equal(right.kept, wrong.kept) and torch.equal(right.y, wrong.y))

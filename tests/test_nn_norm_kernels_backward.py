@@ -6,15 +6,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from interpreted_nn import interpreted_nn
 from test_nn_norm_kernels import (
     EXACT,
     INT8,
     UNIT,
     Case,
-    Operators,
     affine_of,
     every_case,
-    interpreted,
     packed,
 )
 from torch import Tensor
@@ -22,9 +21,6 @@ from torch import Tensor
 from vramx.kernels import norm_backward_launch
 from vramx.nn import reference_norm as reference
 from vramx.nn.keeping import decode
-
-__all__ = ["interpreted"]  # a fixture
-
 
 pytest.importorskip("triton")
 
@@ -51,7 +47,7 @@ def backward_inputs(case: Case) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
 
 
 def backward(
-    interpreted: Operators, case: Case, defect: str = "", *, leading: tuple[int, ...] = (),
+    case: Case, defect: str = "", *, leading: tuple[int, ...] = (),
     dtype: torch.dtype | None = None, of_weight: torch.dtype = torch.float32,
 ) -> Backward:  # fmt: skip
     """Run the kernels on gradients of a type, with rows in a batch, and a weight of a type."""
@@ -62,7 +58,7 @@ def backward(
     )
     assert dy is not None
     return Backward(
-        *interpreted(
+        *interpreted_nn().operator(
             "norm_backward", dy, dsum, affine_of(case)[0].to(of_weight), kept,
             rstd.view(dy.shape[:-1]), case.centred, dy.dtype, [1, int(case.centred)],
             list(case.spec), defect=defect,
@@ -98,18 +94,18 @@ def exact_backward(case: Case) -> tuple[Backward, Backward]:
 
 
 @every_case
-def test_gradients_are_right_to_their_roundings(interpreted: Operators, case: Case) -> None:
-    assert backward(interpreted, case).within(*exact_backward(case))
+def test_gradients_are_right_to_their_roundings(case: Case) -> None:
+    assert backward(case).within(*exact_backward(case))
 
 
 @pytest.mark.parametrize(
     "case", [Case(21, 128), Case(5, 384, centred=True), Case(1, 8320, EXACT)], ids=str
 )
-def test_sums_of_bfloat16_are_right_to_their_roundings(interpreted: Operators, case: Case) -> None:
+def test_sums_of_bfloat16_are_right_to_their_roundings(case: Case) -> None:
     """Each share may be cut once, by a unit of it at most, and their sum is once more."""
     dy, _, kept, _ = backward_inputs(case)
     # A weight of bfloat16 holds them exactly.
-    dx, *sums = backward(interpreted, case, of_weight=torch.bfloat16)
+    dx, *sums = backward(case, of_weight=torch.bfloat16)
     exact, bound = exact_backward(case)
     n = decode(kept, dy.shape, torch.float32, case.spec)
     unit = torch.finfo(torch.bfloat16).eps
@@ -152,9 +148,9 @@ def test_shares_are_narrow_only_where_all_sums_are_bfloat16(
     ],
     ids=str,
 )
-def test_rows_may_be_those_of_a_batch(interpreted: Operators, case: Case) -> None:
-    flat = backward(interpreted, case)
-    dx, *sums = backward(interpreted, case, leading=(2, case.rows // 2))
+def test_rows_may_be_those_of_a_batch(case: Case) -> None:
+    flat = backward(case)
+    dx, *sums = backward(case, leading=(2, case.rows // 2))
     assert dx.shape == (2, case.rows // 2, case.hidden)
     assert all(map(torch.equal, (dx.flatten(0, 1), *sums), flat))
 
@@ -164,10 +160,10 @@ def test_rows_may_be_those_of_a_batch(interpreted: Operators, case: Case) -> Non
     [Case(77, 128, residual=True, halves=True), Case(7, 384, centred=True, halves=True)],
     ids=str,
 )
-def test_halves_have_the_gradients_of_floats(interpreted: Operators, case: Case) -> None:
+def test_halves_have_the_gradients_of_floats(case: Case) -> None:
     """A float's tiles may be staged in another number. The interpreter cuts to bfloat16: a unit."""
-    dx, *sums = backward(interpreted, case)
-    exact, *exact_sums = backward(interpreted, case, dtype=torch.float32)
+    dx, *sums = backward(case)
+    exact, *exact_sums = backward(case, dtype=torch.float32)
     assert ((dx - exact).abs() <= torch.finfo(torch.bfloat16).eps * exact.abs()).all()
     assert all(map(torch.equal, sums, exact_sums))
 
@@ -182,14 +178,14 @@ DEFECTS_OF_BACKWARD = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS_OF_BACKWARD)
-def test_comparison_sees_a_defect_in_backward(interpreted: Operators, defect: str) -> None:
+def test_comparison_sees_a_defect_in_backward(defect: str) -> None:
     case = DEFECTS_OF_BACKWARD[defect]
-    assert not backward(interpreted, case, defect).within(*exact_backward(case))
+    assert not backward(case, defect).within(*exact_backward(case))
 
 
-def test_no_rows_give_sums_of_zero(interpreted: Operators) -> None:
+def test_no_rows_give_sums_of_zero() -> None:
     none = torch.empty(0, 256)
-    dx, dweight, _ = interpreted(
+    dx, dweight, _ = interpreted_nn().operator(
         "norm_backward", none, None, torch.ones(256), torch.empty(0, dtype=torch.uint8),
         torch.empty(0), False, none.dtype, [1, 0], list(INT8),
     )  # fmt: skip
@@ -198,10 +194,12 @@ def test_no_rows_give_sums_of_zero(interpreted: Operators) -> None:
 
 
 @every_case
-def test_output_again_is_what_was_kept(interpreted: Operators, case: Case) -> None:
+def test_output_again_is_what_was_kept(case: Case) -> None:
     dy, _, kept, _ = backward_inputs(case)
     affine = affine_of(case)
     shape, dtype = list(dy.shape), dy.dtype
-    (y,) = interpreted("norm_output", kept, *affine, shape, dtype, dtype, list(case.spec))
+    (y,) = interpreted_nn().operator(
+        "norm_output", kept, *affine, shape, dtype, dtype, list(case.spec)
+    )
     n = decode(kept, shape, dtype, case.spec)
     assert torch.equal(y, reference.affine(n, *affine))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from machine_code_tools import MachineCode, compiled, folder
+from machine_code_tools import MachineCode, compiled
 
 from vramx.kernels import norm_backward_launch, norm_launch
 from vramx.kernels.norm_backward_launch import BackwardPlan, Reads
 
 pytest.importorskip("triton")
-
-__all__ = ["folder"]  # a fixture
 
 # Instructions of the kernel, or of its loop where it has one, an element of the tile. Memory leaves
 # time for 70 in the forward pass with a residual (9 bytes), 54 in the backward pass with one (7),
@@ -40,26 +36,25 @@ def backward_plan(
     )
 
 
-def code_of(name: str, hidden: int, folder: Path) -> MachineCode:
+def code_of(name: str, hidden: int) -> MachineCode:
     """Compile a kernel of LayerNorm, bfloat16 and int8, as the launcher would choose it."""
     from vramx.kernels import norm_forward, norm_sums
 
     if name == "backward":
-        return backward_code(folder, hidden)
+        return backward_code(hidden)
     plan = plan_of(name, hidden)
     constants = {"CENTRED": True, "PACKED": True, "STOCHASTIC": True} | plan.constants
     if name == "sums":
         constants = {**norm_backward_launch.sums_apart_constants(hidden, 128), "PACKED": True}
     kernel = getattr(norm_sums if name == "sums" else norm_forward, f"norm_{name}_kernel")
-    return compiled(kernel, TYPES, constants, folder, elements_of(plan))
+    return compiled(kernel, TYPES, constants, elements_of(plan))
 
 
 def elements_of(plan: norm_launch.Plan) -> int:
     return int(plan.elements // (32 * plan.constants["num_warps"]))
 
 
-def backward_code(
-    folder: Path, hidden: int, centred: bool = True, residual: bool = True,
+def backward_code(hidden: int, centred: bool = True, residual: bool = True,
     gradient_type: str = "*bf16",
 ) -> MachineCode:  # fmt: skip
     """Compile the backward kernel, of whose gradients `gradient_type` is the type."""
@@ -71,12 +66,12 @@ def backward_code(
     absent += [] if centred else ["dbias_ptr"]
     absent += ["dweight_ptr", "dbias_ptr"] if plan.sums_apart else []
     constants = plan.tile.constants | dict.fromkeys(absent)
-    return compiled(norm_backward_kernel, types, constants, folder, elements_of(plan.tile))
+    return compiled(norm_backward_kernel, types, constants, elements_of(plan.tile))
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_instructions_leave_memory_the_slower_one(name: str, folder: Path) -> None:
-    code = code_of(name, 4096, folder)
+def test_instructions_leave_memory_the_slower_one(name: str) -> None:
+    code = code_of(name, 4096)
     per_element = (code.loop or code.everything).total() / code.elements
     assert per_element <= LIMITS[name]
 
@@ -101,17 +96,17 @@ MOST_NARROW = {"forward": 4, "backward": 3 * (1 + 2 + 2), "output": 4}
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_rows_and_codes_move_16_bytes_at_a_time(name: str, folder: Path) -> None:
-    code = code_of(name, 4096, folder)
+def test_rows_and_codes_move_16_bytes_at_a_time(name: str) -> None:
+    code = code_of(name, 4096)
     read = sum(n for op, n in code.everything.items() if is_read(op) and "128" in op)
     assert 16 * read == READ[name] * code.elements
     assert 16 * code.everything["STG.E.128"] == WRITTEN[name] * code.elements
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_groups_beyond_a_row_are_masked_whole(name: str, folder: Path) -> None:
+def test_groups_beyond_a_row_are_masked_whole(name: str) -> None:
     """Masked element by element, each of a thread's 16 would be an access of its own."""
-    everything = code_of(name, 5120, folder).everything
+    everything = code_of(name, 5120).everything
     for accesses in (is_read, is_write):
         narrow = {op: n for op, n in everything.items() if accesses(op) and "128" not in op}
         assert sum(narrow.values()) <= MOST_NARROW[name], narrow
@@ -124,8 +119,8 @@ def test_groups_beyond_a_row_are_masked_whole(name: str, folder: Path) -> None:
         ("sums", 16384),
     ],
 )  # fmt: skip
-def test_rows_are_not_kept_in_local_memory(name: str, hidden: int, folder: Path) -> None:
-    assert not code_of(name, hidden, folder).of_local_memory
+def test_rows_are_not_kept_in_local_memory(name: str, hidden: int) -> None:
+    assert not code_of(name, hidden).of_local_memory
 
 
 def is_waited_for(op: str) -> bool:
@@ -141,14 +136,14 @@ def is_waited_for(op: str) -> bool:
     ],
 )  # fmt: skip
 def test_loop_of_backward_waits_for_no_load_of_its_own(
-    hidden: int, centred: bool, residual: bool, folder: Path
+    hidden: int, centred: bool, residual: bool
 ) -> None:
     """One such load is waited for with the rows that were asked for before it."""
-    loop = backward_code(folder, hidden, centred, residual).loop
+    loop = backward_code(hidden, centred, residual).loop
     assert any(op.startswith("LDGSTS.") for op in loop)
     assert not [op for op in loop if is_waited_for(op)]
 
 
-def test_rows_of_floats_are_not_kept_in_local_memory(folder: Path) -> None:
-    code = backward_code(folder, 2048, residual=False, gradient_type="*fp32")
+def test_rows_of_floats_are_not_kept_in_local_memory() -> None:
+    code = backward_code(2048, residual=False, gradient_type="*fp32")
     assert not code.of_local_memory

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from norm_tools import sample
-from test_nn_operators import FUNCTIONS, HIDDEN, NEAREST, ONCE_ONLY, every_function, inputs, outcome
+from test_nn_operators import EVERY, HIDDEN, NEAREST, every_function, inputs, outcome
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import (
@@ -28,7 +28,7 @@ from vramx.nn.unit_linear import gelu_linear
 
 
 class WatchFunctions(TorchFunctionMode):
-    """The same for torch's functions."""
+    """A mode that changes nothing and notes the functions that it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_eager_mode_goes_around_the_dispatcher(name: str, monkeypatch: pytest.Mo
 @every_function
 def test_a_function_mode_sees_operators(name: str) -> None:
     with WatchFunctions() as watch:
-        (FUNCTIONS | ONCE_ONLY)[name](*inputs())
+        EVERY[name](*inputs())
     assert any("vramx" in each for each in watch.seen)
 
 
@@ -106,7 +106,7 @@ def test_transforms_are_given_to_torch() -> None:
 def test_batched_gradients_are_those_of_each(name: str) -> None:
     torch.manual_seed(0)
     leaves = inputs()
-    result = (FUNCTIONS | ONCE_ONLY)[name](*leaves)
+    result = EVERY[name](*leaves)
     batch = torch.randn(3, *result.shape, generator=torch.Generator().manual_seed(2))
 
     def gradients(of: Tensor, **options: bool) -> tuple[Tensor, ...]:
@@ -125,7 +125,7 @@ def test_results_may_be_written_into(name: str) -> None:
         torch.manual_seed(0)
         x, weight = leaves = inputs()
         before = x.detach().clone()
-        result = (FUNCTIONS | ONCE_ONLY)[name](x.view(rows), weight)
+        result = EVERY[name](x.view(rows), weight)
         write(result, 1.0).square().sum().backward()
         assert torch.equal(x, before)
         found.append([leaf.grad for leaf in leaves])

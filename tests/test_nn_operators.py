@@ -99,19 +99,13 @@ FUNCTIONS: dict[str, Function] = {
     "conv2d of batch_norm, given": lambda x, w, keep=NEAREST: of_channels(
         x, w, keep, torch.zeros(8), torch.ones(8), training=False
     ),
-    "group_norm of images": lambda x, w, keep=NEAREST: (
-        group_norm(image(x), 2, w[0, :8], w[1, :8], activation="leaky_relu", keep=keep).y
-    ),
-    "batch_norm of images, channels last": lambda x, w, keep=NEAREST: (
-        batch_norm(
-            image(x).to(memory_format=torch.channels_last),
-            None,
-            None,
-            w[0, :8],
-            training=True,
-            keep=keep,
-        ).y
-    ),
+    "group_norm of images": lambda x, w, keep=NEAREST: group_norm(
+        image(x), 2, w[0, :8], w[1, :8], activation="leaky_relu", keep=keep
+    ).y,
+    "batch_norm of images, channels last": lambda x, w, keep=NEAREST: batch_norm(
+        image(x).to(memory_format=torch.channels_last), None, None, w[0, :8], training=True,
+        keep=keep,
+    ).y,
     "gelu": lambda x, w, keep=NEAREST: gelu(x * w[0], keep=keep),
     "gelu_linear": lambda x, w, keep=NEAREST: gelu_linear(x, w, w[0], residual=x, keep=keep),
     "gelu_linear_exact": lambda x, w, keep=EXACT: gelu_linear(x, w, keep=keep),
@@ -132,17 +126,17 @@ FUNCTIONS: dict[str, Function] = {
     "dropout in a unit alone": lambda x, w, keep=NEAREST: torch.cat(
         unit_linear((x,), "gelu", Behind(side=Side(w[:3], 0.3)), keep), -1
     ),
-}
+}  # fmt: skip
 ONCE_ONLY: dict[str, Function] = {
     "loss": lambda x, w, keep=None: linear_cross_entropy(x, w, torch.arange(len(x))),
     "losses": lambda x, w, keep=None: linear_cross_entropy(
         x, w, torch.arange(len(x)), reduction="none"
     ),
 }
+EVERY = FUNCTIONS | ONCE_ONLY
 # Those that view their rows as so many images or heads.
-OF_FOUR_ROWS = [name for name in FUNCTIONS if "attention" in name or "conv2d" in name]
-OF_FOUR_ROWS += [name for name in FUNCTIONS if "images" in name]
-every_function = pytest.mark.parametrize("name", [*FUNCTIONS, *ONCE_ONLY])
+OF_FOUR_ROWS = ("attention", "conv2d", "images")
+every_function = pytest.mark.parametrize("name", EVERY)
 every_smooth_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -170,10 +164,8 @@ class Watch(TorchDispatchMode):
 def outcome(name: str) -> list[Tensor]:
     """Return a function's result, its gradients and those of their squares where it has these."""
     torch.manual_seed(0)
-    function = (FUNCTIONS | ONCE_ONLY)[name]
-    leaves = inputs()
-    result = function(*leaves)
-    twice = name in FUNCTIONS
+    leaves, twice = inputs(), name in FUNCTIONS
+    result = EVERY[name](*leaves)
     first = torch.autograd.grad((result**2).sum(), leaves, create_graph=twice)
     penalty = sum((gradient**2).sum() for gradient in first)
     second = torch.autograd.grad(penalty, leaves) if twice else ()
@@ -200,7 +192,7 @@ def test_both_routes_save_the_same_tensors_in_the_same_order(name: str) -> None:
 
         leaves = inputs()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            (FUNCTIONS | ONCE_ONLY)[name](*leaves)
+            EVERY[name](*leaves)
         return found
 
     found = saved()
@@ -217,7 +209,7 @@ def test_operators_say_what_they_return(name: str, keep: Compression | None) -> 
     leaves = inputs()
     with Watch() as watch, torch.set_grad_enabled(keep is not None):
         others = [keep] if keep in (EXACT, INT4) else []  # else as the table says
-        result = (FUNCTIONS | ONCE_ONLY)[name](*leaves, *others)
+        result = EVERY[name](*leaves, *others)
         if keep is not None:
             torch.autograd.grad((result**2).sum(), leaves)
     assert watch.calls or keep in (EXACT, None)  # which torch's own serve
@@ -250,7 +242,7 @@ def test_results_that_share_memory_are_apart_for_whoever_watches() -> None:
 def test_backward_can_be_repeated(name: str) -> None:
     torch.manual_seed(0)
     leaves = inputs()
-    total = (FUNCTIONS | ONCE_ONLY)[name](*leaves).square().sum()
+    total = EVERY[name](*leaves).square().sum()
     first, second = (torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second))
 
@@ -260,32 +252,38 @@ def test_nothing_is_packed_or_kept_without_gradients(name: str, monkeypatch: Any
     for pack in ("quantize", "pack_mask"):
         monkeypatch.setattr(reference, pack, None)
     with torch.no_grad():
-        assert not (FUNCTIONS | ONCE_ONLY)[name](*inputs()).requires_grad
+        assert not EVERY[name](*inputs()).requires_grad
     with pytest.raises(TypeError, match="not callable"):
         gelu(relu(inputs()[0]))  # which packs
 
 
+def same_gradients(*functions: Function) -> bool:
+    """Tell whether two functions have the same gradients, with the same random numbers."""
+    found, leaves = [], inputs()
+    for function in functions:
+        torch.manual_seed(0)
+        found.append(torch.autograd.grad(function(*leaves), leaves))
+    return all(map(torch.equal, *found))
+
+
 @every_smooth_function
 def test_a_checkpoint_gives_the_same_gradients(name: str) -> None:
-    torch.manual_seed(0)
-    leaves = inputs()
-    y = checkpoint(FUNCTIONS[name], *leaves, use_reentrant=False)
-    found = torch.autograd.grad((y**2).sum(), leaves)
-    torch.manual_seed(0)
-    plain = torch.autograd.grad((FUNCTIONS[name](*leaves) ** 2).sum(), leaves)
-    assert all(map(torch.equal, found, plain))
+    def again(*leaves: Tensor) -> Any:
+        return checkpoint(FUNCTIONS[name], *leaves, use_reentrant=False)
+
+    squares = [lambda *leaves, f=f: (f(*leaves) ** 2).sum() for f in (again, FUNCTIONS[name])]
+    assert same_gradients(*squares)
 
 
 # Attention's result is a view that torch's kernel makes.
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "attention" not in name])
 def test_results_can_be_written_to(name: str) -> None:
     """What an autograd.Function returns as a view of its own making cannot."""
-    leaves = inputs()
-    torch.manual_seed(0)
-    expected = torch.autograd.grad((FUNCTIONS[name](*leaves) * 2).sum(), leaves)
-    torch.manual_seed(0)
-    found = torch.autograd.grad(FUNCTIONS[name](*leaves).mul_(2).sum(), leaves)
-    assert all(map(torch.equal, found, expected))
+    function = FUNCTIONS[name]
+    assert same_gradients(
+        lambda *leaves: function(*leaves).mul_(2).sum(),
+        lambda *leaves: (function(*leaves) * 2).sum(),
+    )
 
 
 @pytest.mark.parametrize("function", [gelu, swiglu, linear, lambda x, w: rms_norm(x, w[0]).y])
@@ -300,10 +298,10 @@ def test_compiled_calls_draw_new_noise(function: Any) -> None:
     assert not torch.equal(*first, *second)
 
 
-@pytest.mark.parametrize("name", [n for n in (*FUNCTIONS, *ONCE_ONLY) if n not in OF_FOUR_ROWS])
+@pytest.mark.parametrize("name", [n for n in EVERY if not any(w in n for w in OF_FOUR_ROWS)])
 def test_a_graph_serves_rows_of_every_number(name: str) -> None:
     torch.compiler.reset()
-    function, (_, weight) = (FUNCTIONS | ONCE_ONLY)[name], inputs()
+    function, (_, weight) = EVERY[name], inputs()
     compiled = torch.compile(function, backend="aot_eager", dynamic=True, fullgraph=True)
     for rows in (4, 12, 7):
         x = sample(rows, HIDDEN)

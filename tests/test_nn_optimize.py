@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted_nn import interpreted_nn
 from norm_tools import held_bytes
 from optimize_tools import (
     INT8_NOISE,
     LAYERS,
     ROUNDING,
+    TOKENS,
+    assert_computes,
     encoder,
     encoder_inputs,
     error,
@@ -39,21 +42,29 @@ INPUTS = encoder_inputs()
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
+def test_kernels_compute_the_gradients_of_an_encoder_layer(norm_first: bool) -> None:
+    """As Triton interprets them, at the shapes of a model's blocks."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True, norm_first=norm_first)
+    x, incoming = torch.randn(2, 2, 5, 64)
+    found = interpreted_nn().step(layer, x, incoming)
+    layer(x.requires_grad_()).backward(incoming)
+    # Some ten operations follow each other, each a sum of up to 128 float32 terms in another
+    # order: so many roundings, whose signs are random.
+    bound = 10 * 128**0.5 * 2**-24
+    for ours, right in zip(found, (x, *layer.parameters()), strict=True):
+        assert right.grad is not None
+        assert error(ours, right.grad) <= bound
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp", "recompute_all"])
 def test_encoder_layers_compute_what_their_originals_do(norm_first: bool, level: str) -> None:
     original = encoder(norm_first=norm_first)
-    model = optimised_copy(original, level)
-    with fused_calls() as calls:
-        y = result_of(model, INPUTS)
-    assert len(calls) == LAYERS
-    assert error(y, result_of(original, INPUTS)) < ROUNDING
-    bound = ROUNDING if level == "keep" else INT8_NOISE
-    assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < bound
+    assert_computes(optimised_copy(original, level), original, INPUTS, level, LAYERS)
 
 
 def test_the_last_product_of_a_block_is_not_computed_again(monkeypatch: Any) -> None:
-    made = []
-    product = products.F.linear
+    made, product = list[int](), products.F.linear
     stand_in = types.SimpleNamespace(linear=lambda *args: made.append(1) or product(*args))
     monkeypatch.setattr(products, "F", stand_in)
     model = encoder(norm_first=True, dropout=0.0)
@@ -72,21 +83,21 @@ def test_bound_of_8_bits_is_too_narrow_for_coarser_codes() -> None:
     assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) > INT8_NOISE
 
 
-@pytest.mark.parametrize("masks", ["bool", "float", "causal"])
+CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+PADDING = (torch.arange(TOKENS) >= TOKENS - 3) & torch.tensor([[False], [True]])
+MASKS: dict[str, dict[str, Any]] = {
+    "bool": {"mask": CAUSAL, "src_key_padding_mask": PADDING},
+    "float": {"mask": torch.zeros(TOKENS, TOKENS).masked_fill_(CAUSAL, float("-inf"))},
+    "causal": {"mask": CAUSAL, "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("masks", MASKS)
 def test_masks_of_encoder_layers_are_honoured(masks: str) -> None:
     original = encoder(norm_first=True)
     model = optimised_copy(original, "keep")
-    tokens = INPUTS["src"].shape[1]
-    causal = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    padding = torch.zeros(2, tokens, dtype=torch.bool)
-    padding[1, -3:] = True
-    options: dict[str, Any] = {"mask": causal, "src_key_padding_mask": padding}
-    if masks == "float":
-        options = {"mask": torch.zeros(tokens, tokens).masked_fill_(causal, float("-inf"))}
-    elif masks == "causal":
-        options = {"mask": causal, "is_causal": True}
-    inputs = {**INPUTS, **options}
-    assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
+    inputs = {**INPUTS, **MASKS[masks]}
+    assert_computes(model, original, inputs, fused=LAYERS)
     assert error(result_of(model, inputs), result_of(original, INPUTS)) > 0.01
 
 
@@ -174,9 +185,7 @@ def test_linear_of_another_class_is_called_as_it_is_and_not_recomputed(
     assert [row.done for row in report.swapped] == [done, level]
     assert ("not recomputed" in report.swapped[0].reason) == (level == "recompute_mlp")
     assert "layers.0.linear1" in [row.name for row in report.left]
-    assert error(result_of(model, INPUTS), result_of(original, INPUTS)) < ROUNDING
-    bound = ROUNDING if level == "keep" else INT8_NOISE
-    assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < bound
+    assert_computes(model, original, INPUTS, level)
 
 
 def test_dropout_drops_and_scales_as_asked() -> None:
@@ -238,10 +247,8 @@ def test_verification_passes_what_is_right_and_leaves_no_trace() -> None:
 
 RIGHT = EncoderLayer.vramx_fused
 WRONG: dict[str, Any] = {
-    "result": lambda self, x, **others: RIGHT(self, x, **others) + 0.5 * x.detach(),
-    "gradient": lambda self, x, **others: RIGHT(
-        self, x.detach() + 0.5 * (x - x.detach()), **others
-    ),
+    "result": lambda self, x, **how: RIGHT(self, x, **how) + 0.5 * x.detach(),
+    "gradient": lambda self, x, **how: RIGHT(self, x.detach() + 0.5 * (x - x.detach()), **how),
 }
 
 
@@ -272,17 +279,11 @@ def test_verification_that_ran_out_of_memory_is_made_up_for(monkeypatch: Any) ->
     assert type(model.layers[0]) is nn.TransformerEncoderLayer
 
 
-def test_no_call_of_a_recomputed_block_copies_how_it_is_optimised(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copied: list[type] = []
-    copy = objects.Copier._copied
-
-    def noted(copier: Any, value: Any) -> Any:
-        copied.append(type(value))
-        return copy(copier, value)
-
-    monkeypatch.setattr(objects.Copier, "_copied", noted)
+def test_no_call_of_a_recomputed_block_copies_how_it_is_optimised(monkeypatch: Any) -> None:
+    copied, copy = list[type](), objects.Copier._copied
+    monkeypatch.setattr(
+        objects.Copier, "_copied", lambda self, x: copied.append(type(x)) or copy(self, x)
+    )
     block = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True).train()
     assert vramx.optimize(block, "recompute_all").swapped
     x = torch.randn(2, 4, 32, requires_grad=True)

@@ -15,14 +15,15 @@ from optimize_tools import (
     LAYERS,
     NEW_IN_5,
     ROUNDING,
+    assert_computes,
     cache_word,
     decoder,
     error,
     fused_calls,
     gradient_of,
     hugging_face,
-    llama_block,
     optimised_copy,
+    padded,
     result_of,
     timm_vit,
     twin,
@@ -31,8 +32,6 @@ from optimize_tools import (
 import vramx
 from vramx import errors
 from vramx.errors import VramxError, VramxWarning
-from vramx.nn import products
-from vramx.nn.families import attention
 from vramx.nn.families import decoder as decoder_family
 
 transformers = pytest.importorskip("transformers")
@@ -41,10 +40,7 @@ VERSION = transformers.__version__
 UNKNOWN = [name for name in NEW_IN_5 if VERSION.startswith("4.")]
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    vramx.manual_seed(0, rank=0)
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp"])
@@ -53,17 +49,12 @@ def test_models_of_transformers_compute_what_their_originals_do(name: str, level
     original, inputs = hugging_face(transformers, name)
     model = twin(original)
     report = vramx.optimize(model, level)
-    with fused_calls() as calls:
-        gradient = gradient_of(model, inputs)
     others = [row.name for row in report.swapped if row.name.endswith(("norm", "lm_head"))]
     assert len(others) == 2 * (name in DECODERS) + (name == "gpt2")
-    assert len(calls) == len(report.swapped) - len(others) == LAYERS
-    assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
-    bound = ROUNDING if level == "keep" else INT8_NOISE
-    exact = gradient_of(original, inputs)
-    assert error(gradient, exact) < bound
+    assert len(report.swapped) - len(others) == LAYERS
+    assert_computes(model, original, inputs, level, LAYERS)
     vramx.restore(model)
-    assert torch.equal(gradient_of(model, inputs), exact)
+    assert torch.equal(gradient_of(model, inputs), gradient_of(original, inputs))
     assert list(model.state_dict()) == list(original.state_dict())
 
 
@@ -72,103 +63,20 @@ def test_models_of_transformers_compute_what_their_originals_do(name: str, level
 def test_padded_batches_are_masked_as_in_the_original(name: str, implementation: str) -> None:
     original, inputs = hugging_face(transformers, name)
     original.set_attn_implementation(implementation)
-    mask = torch.ones_like(inputs["input_ids"])
-    mask[1, -5:] = 0
-    padded = {**inputs, "attention_mask": mask}
     model = optimised_copy(original)
-    with fused_calls() as calls:
-        y = result_of(model, padded)
-    assert len(calls) == LAYERS
-    assert error(y, result_of(original, padded)) < ROUNDING
+    assert_computes(model, original, padded(inputs), "int8", LAYERS)
+    y = result_of(model, padded(inputs))
     assert error(y, result_of(original, inputs)) > ROUNDING or name == "llama"
-
-
-@pytest.mark.parametrize("level", ["int8", "recompute_all"])
-def test_a_mask_and_shared_heads_do_not_meet_in_torchs_attention(
-    monkeypatch: pytest.MonkeyPatch, level: str
-) -> None:
-    """No kernel takes both: torch would make the scores of all pairs of tokens."""
-    model, inputs = hugging_face(transformers, "llama")
-    model.set_attn_implementation("sdpa")
-    mask = torch.ones_like(inputs["input_ids"])
-    mask[1, -5:] = 0
-    attend, both = torch.nn.functional.scaled_dot_product_attention, []
-
-    def seen(*args: Any, **kwargs: Any) -> Any:
-        masked = kwargs.get("attn_mask") is not None or any(a is not None for a in args[3:4])
-        both.append(masked and kwargs.get("enable_gqa", False))
-        return attend(*args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
-    vramx.optimize(model, level)
-    gradient_of(model, {**inputs, "attention_mask": mask})
-    assert not any(both)
-    assert len(both) >= (0 if level == "int8" else 2 * LAYERS)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", DECODERS)
-def test_long_sequences_go_through_some_heads_at_a_time(
-    name: str, masked: bool, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(products, "_TILE_ROWS", 4)
-    groups: list[Any] = []
-    monkeypatch.setattr(
-        decoder_family,
-        "attend_in_groups",
-        lambda *of: groups.append(attention.attend_in_groups(*of)) or groups[-1],
-    )
-    original, inputs = hugging_face(transformers, name)
-    if masked:
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        inputs["attention_mask"][0, :3] = 0
-    model = twin(original)
-    vramx.optimize(model, "recompute_all")
-    gradient = gradient_of(model, inputs)
-    # In both passes, and not where a kind of block is compared with its original first.
-    assert sum(each is not None for each in groups) == 2 * LAYERS
-    assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
-    assert error(gradient, gradient_of(original, inputs)) < INT8_NOISE
-
-
-def test_long_sequences_meet_biases_of_every_projection(monkeypatch: Any) -> None:
-    monkeypatch.setattr(products, "_TILE_ROWS", 4)
-    config = hugging_face(transformers, "llama")[0].config
-    config.attention_bias = config.mlp_bias = True
-    original, inputs = transformers.LlamaForCausalLM(config), hugging_face(transformers, "llama")[1]
-    model = twin(original)
-    vramx.optimize(model, "recompute_all")
-    assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < INT8_NOISE
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_autocast_leaves_the_residuals_of_long_sequences_in_their_type(
-    name: str, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(products, "_TILE_ROWS", 4)
-    original, inputs = hugging_face(transformers, name)
-    model = twin(original)
-    vramx.optimize(model, "recompute_all")
-    types: list[Any] = []
-    for block in model.model.layers:
-        block.register_forward_hook(lambda _module, _inputs, y: types.append(y.dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        gradient = gradient_of(model, inputs)
-        exact = gradient_of(original, inputs)
-    assert set(types) == {torch.float32}
-    assert error(gradient, exact) < 2 * INT8_NOISE
 
 
 @pytest.mark.parametrize("level", ["int8", "recompute_all"])
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_transforms_of_torch_differentiate_the_original(name: str, level: str) -> None:
     original, inputs = hugging_face(transformers, name)
-    model = twin(original)
-    vramx.optimize(model, level)
+    model = optimised_copy(original, level)
     inputs |= {"labels": inputs["input_ids"]} if name in DECODERS else {}
     found = []
     for each in (model, original):
-        each.train()
         parameters = {key: value.detach() for key, value in each.named_parameters()}
 
         def loss(values: dict[str, Any], each: Any = each) -> torch.Tensor:
@@ -177,8 +85,7 @@ def test_transforms_of_torch_differentiate_the_original(name: str, level: str) -
             return y.loss if "labels" in inputs else y[0].square().mean()
 
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            tangents = (parameters,)
-            along = torch.func.jvp(loss, (parameters,), tangents)[1]
+            along = torch.func.jvp(loss, (parameters,), (parameters,))[1]
         found.append({"": along, **torch.func.grad(loss)(parameters)})
     for key, gradient in found[1].items():
         torch.testing.assert_close(found[0][key], gradient, msg=key)
@@ -206,20 +113,16 @@ def test_windows_of_mistral_are_honoured() -> None:
     wide = decoder(transformers, "mistral", sliding_window=None)
     inputs = hugging_face(transformers, "mistral")[1]
     model = optimised_copy(original)
-    y = result_of(model, inputs)
-    assert error(y, result_of(original, inputs)) < ROUNDING
-    assert error(y, result_of(wide, inputs)) > 100 * ROUNDING
+    assert_computes(model, original, inputs, "int8")
+    assert error(result_of(model, inputs), result_of(wide, inputs)) > 100 * ROUNDING
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
 def test_dropout_of_models_is_as_strong_as_the_originals(name: str) -> None:
     model, inputs = hugging_face(transformers, name, dropout=0.3)
     differences = []
-    for optimised in (True, False):
-        if optimised:
-            vramx.optimize(model)
-        else:
-            vramx.restore(model)
+    for change in (vramx.optimize, vramx.restore):
+        change(model)
         runs = [result_of(model, inputs).detach() for _ in range(3)]
         differences.append(error(runs[0], runs[1]) + error(runs[1], runs[2]))
     # Norms of differences of runs with independent masks; a factor of 1 / (1 - p) too much or too
@@ -227,31 +130,12 @@ def test_dropout_of_models_is_as_strong_as_the_originals(name: str) -> None:
     assert 0.75 < differences[0] / differences[1] < 1.33
 
 
-# Bytes for an element that probes take, of 2 bytes each and fewer than ten.
-PROBES = 20 / (512 * 128)
-
-
-def test_llama_block_keeps_the_bytes_of_its_packs() -> None:
-    block, bytes_kept = llama_block(transformers)
-    # 134 bytes for 128 elements: of two norms' inputs, values, and a gated unit's two. q and k are
-    # in bfloat16, and each norm keeps a float for each token.
-    packed, of_norms = 134 / 128, 2 * 4 / 512
-    attended = (2 + 1 / 4) * packed + 2 * (1 + 1 / 4) + of_norms
-    assert bytes_kept() > 45
-    vramx.optimize(block)
-    assert bytes_kept() == pytest.approx(attended + 7 * packed, abs=PROBES)
-    vramx.optimize(block, "recompute_mlp")
-    assert bytes_kept() == pytest.approx(attended, abs=PROBES)
-
-
 def test_cache_in_training_is_filled_as_by_the_original() -> None:
     original, inputs = hugging_face(transformers, "llama")
     model = optimised_copy(original)
-    with fused_calls() as calls:
-        found = model(**inputs, use_cache=True)
-    expected = original(**inputs, use_cache=True)
-    assert len(calls) == LAYERS
-    assert error(found[0], expected[0]) < ROUNDING
+    call = {**inputs, "use_cache": True}
+    assert_computes(model, original, call, "int8", LAYERS)
+    found, expected = model(**call), original(**call)
     lengths = {out[cache_word(original)].get_seq_length() for out in (found, expected)}
     assert lengths == {inputs["input_ids"].shape[1]}
 
@@ -292,17 +176,16 @@ def test_torch_fx_traces_the_original_through_recomputed_blocks() -> None:
 def test_generation_is_the_originals_to_the_token() -> None:
     original, inputs = hugging_face(transformers, "llama")
     model = optimised_copy(original)
-    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
-    found = model.eval().generate(**inputs, **options)
-    assert torch.equal(found, original.eval().generate(**inputs, **options))
+    call = {**inputs, "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.eval().generate(**call), original.eval().generate(**call))
 
 
 def test_attention_weights_are_returned_where_they_are_asked_for() -> None:
     original, inputs = hugging_face(transformers, "llama")
     original.set_attn_implementation("eager")
     model = optimised_copy(original)
-    found = model(**inputs, output_attentions=True, output_hidden_states=True)
-    expected = original(**inputs, output_attentions=True, output_hidden_states=True)
+    call = {**inputs, "output_attentions": True, "output_hidden_states": True}
+    found, expected = model(**call), original(**call)
     assert len(found.attentions) == LAYERS
     assert error(found.attentions[1], expected.attentions[1]) < ROUNDING
     assert error(found.hidden_states[1], expected.hidden_states[1]) < ROUNDING
@@ -352,11 +235,8 @@ def test_nothing_is_packed_within_a_models_own_checkpoints(
 
 def test_compiled_model_has_no_break() -> None:
     original, inputs = hugging_face(transformers, "llama")
-    model = optimised_copy(original)
-    call = {**inputs, "use_cache": False}
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert error(result_of(compiled, call), result_of(original, call)) < ROUNDING
-    assert error(gradient_of(compiled, call), gradient_of(original, call)) < INT8_NOISE
+    compiled = torch.compile(optimised_copy(original), backend="aot_eager", fullgraph=True)
+    assert_computes(compiled, original, {**inputs, "use_cache": False}, "int8")
 
 
 @pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp"])
@@ -364,9 +244,4 @@ def test_compiled_model_has_no_break() -> None:
 def test_blocks_of_timm_compute_what_their_originals_do(level: str, extras: bool) -> None:
     original = timm_vit(**{"qk_norm": True, "init_values": 0.5} if extras else {})
     inputs = {"x": torch.randn(2, 3, 16, 16)}
-    model = optimised_copy(original, level)
-    with fused_calls() as calls:
-        gradient = gradient_of(model, inputs)
-    assert len(calls) == LAYERS
-    bound = ROUNDING if level == "keep" else INT8_NOISE
-    assert error(gradient, gradient_of(original, inputs)) < bound
+    assert_computes(optimised_copy(original, level), original, inputs, level, LAYERS)

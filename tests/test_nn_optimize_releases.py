@@ -14,21 +14,21 @@ from optimize_tools import (
     LAYERS,
     ROUNDING,
     any_model,
+    assert_computes,
     cache_word,
     error,
-    fused_calls,
     gradient_of,
     hugging_face,
     optimised_copy,
     result_of,
     twin,
 )
-from test_nn_optimize_models import UNKNOWN, VERSION, seed, transformers
+from test_nn_optimize_models import UNKNOWN, VERSION, transformers
 
 import vramx
 from vramx.errors import VramxWarning
 
-__all__ = ["seed"]  # a fixture
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def test_attention_of_another_kind_is_called_as_it_is() -> None:
@@ -80,10 +80,7 @@ def test_cache_argument_may_have_any_name(monkeypatch: Any) -> None:
     monkeypatch.setattr(cls, "forward", forward)
     report = vramx.optimize(model, "keep")
     assert [row.module for row in report.swapped].count(cls.__name__) == LAYERS
-    with fused_calls() as calls:
-        gradient = gradient_of(model, inputs)
-    assert len(calls) == LAYERS
-    assert error(gradient, gradient_of(original, inputs)) < ROUNDING
+    assert_computes(model, original, inputs, fused=LAYERS)
 
 
 @pytest.mark.parametrize("part", ["layer", "attention", "mlp", "norm"])
@@ -107,7 +104,7 @@ def test_block_that_computes_something_else_is_left(part: str, monkeypatch: Any)
         report = vramx.optimize(model, "keep")
     if part == "layer":
         assert not [row for row in report.swapped if row.module == "LlamaDecoderLayer"]
-    assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < ROUNDING
+    assert_computes(model, original, inputs)
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

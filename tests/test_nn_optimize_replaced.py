@@ -10,10 +10,8 @@ import copy
 from typing import Any
 
 import pytest
-from optimize_tools import EVERY_FAMILY, INT8_NOISE, ROUNDING, error, family, gradient_of
+from optimize_tools import EVERY_FAMILY, assert_computes, family, optimised_copy
 from torch import Tensor, nn
-
-import vramx
 
 # Of each family some parts, by the end of their names.
 PARTS = {
@@ -60,8 +58,6 @@ def replace(model: nn.Module, part: str) -> int:
 @pytest.mark.parametrize(("name", "part"), CASES)
 def test_a_replaced_part_is_called(name: str, part: str, level: str) -> None:
     original, inputs = family(name)
-    model = copy.deepcopy(original)
-    vramx.optimize(model, level)
+    model = optimised_copy(original, level)
     assert replace(original, part) == replace(model, part) > 0
-    bound = ROUNDING if level == "keep" else INT8_NOISE
-    assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < bound
+    assert_computes(model, original, inputs, level)

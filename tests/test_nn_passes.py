@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from optimize_tools import LAYERS, ROUNDING, encoder, encoder_inputs, error, gradient_of, twin
+from optimize_tools import (
+    LAYERS,
+    assert_computes,
+    encoder,
+    encoder_inputs,
+    gradient_of,
+    optimised_copy,
+)
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -96,18 +103,12 @@ def test_what_another_operator_saved_too_may_not_be_overwritten() -> None:
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_a_recomputed_block_packs_its_input_alone(monkeypatch: Any, norm_first: bool) -> None:
-    packed = []
-    quantize = reference.quantize
-
-    def counted(*args: Any, **options: Any) -> Tensor:
-        packed.append(1)
-        return quantize(*args, **options)
-
+    packed, quantize = list[int](), reference.quantize
+    counted = lambda *args, **options: packed.append(1) or quantize(*args, **options)  # noqa: E731
     monkeypatch.setattr(reference, "quantize", counted)
     original = encoder(norm_first=norm_first)
-    model = twin(original)
-    vramx.optimize(model, "recompute_all", keep=vramx.Compression(level="keep"))
-    assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < ROUNDING
+    model = optimised_copy(original, "recompute_all", keep=vramx.Compression(level="keep"))
+    assert_computes(model, original, INPUTS)
     assert not packed
     vramx.optimize(model, "int8")
     gradient_of(model, INPUTS)

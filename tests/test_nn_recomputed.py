@@ -7,26 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_tools import INPUTS, TARGETS, Quantised, adapted, linears_of, quantised
 from norm_tools import EXACT, held_bytes, sample
 from optimize_tools import (
     HIDDEN,
     INT8_NOISE,
     LAYERS,
     ROUNDING,
-    encoder,
-    encoder_inputs,
+    assert_computes,
     error,
-    fused_calls,
     gradient_of,
+    optimised_copy,
     result_of,
     twin,
 )
-from test_nn_adapters import Quantised
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import vramx
-from benchmarks.programs._adapters import Adapters, adapt_without_peft
+from benchmarks.programs._adapters import Adapters
 from vramx.compression.codec.codec import layout_of
 from vramx.compression.config import Format
 from vramx.nn.linear import linears
@@ -36,18 +35,6 @@ from vramx.nn.recomputed import recomputed
 from vramx.nn.unit_linear import unit_linear
 
 pytestmark = pytest.mark.usefixtures("seeded")
-
-INPUTS = encoder_inputs()
-TARGETS = ("linear1", "linear2")
-
-
-def adapted(dropout: float = 0.0, targets: tuple[str, ...] = TARGETS) -> Any:
-    model = encoder(norm_first=True)
-    return adapt_without_peft(model, Adapters(targets, 4, 8.0, dropout), torch.float32)
-
-
-def linears_of(model: Any) -> list[Any]:
-    return [getattr(layer, name) for layer in model.layers for name in TARGETS]
 
 
 def done(report: Any) -> set[str]:
@@ -59,40 +46,20 @@ def done(report: Any) -> set[str]:
 def test_part_with_adapters_is_recomputed_and_learns(kind: str, targets: tuple[str, ...]) -> None:
     original = adapted(targets=targets)
     for linear in linears_of(original):
-        if not hasattr(linear, "base_layer"):
-            continue
         if kind == "two":
             linear.add(Adapters(rank=3, dropout=0.0), "other")
         linear.base_layer.requires_grad_(kind == "learning")
-        if kind == "quantised":
-            linear.base_layer = Quantised(linear.base_layer)
+    if kind == "quantised":
+        quantised(original, Quantised)
     model = twin(original)
     report = vramx.optimize(model, "recompute_mlp")
     # A base of an unknown class may compute what jumps with its input.
     assert done(report) == ({"int8"} if kind == "quantised" else {"recompute_mlp"})
-    with fused_calls() as calls:
-        y = result_of(model, INPUTS)
-    assert len(calls) == LAYERS
-    assert error(y, result_of(original, INPUTS)) < ROUNDING
-    assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < INT8_NOISE
-
-
-class Linear4bit(Quantised):
-    """Stands for bitsandbytes' class."""
-
-
-Linear4bit.__module__ = "bitsandbytes.nn.modules"
-
-
-def quantised() -> Any:
-    model = adapted()
-    for linear in linears_of(model):
-        linear.base_layer = Linear4bit(linear.base_layer)
-    return model
+    assert_computes(model, original, INPUTS, "recompute_mlp", LAYERS)
 
 
 def test_quantised_base_of_a_known_class_is_recomputed() -> None:
-    original = quantised()
+    original = quantised(adapted())
     model = twin(original)
     assert done(vramx.optimize(model, "recompute_mlp")) == {"recompute_mlp"}
     gradient = gradient_of(model, INPUTS)
@@ -146,9 +113,8 @@ def test_adapters_that_are_switched_before_backward_learn_as_in_forward() -> Non
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_block_runs_its_part_twice(reentrant: bool) -> None:
-    model = quantised()
-    original = twin(model)
-    vramx.optimize(model, "recompute_mlp")
+    original = quantised(adapted())
+    model = optimised_copy(original, "recompute_mlp")
     x = INPUTS["src"].clone().requires_grad_()
     checkpoint(model, x, use_reentrant=reentrant).sum().backward()
     found = [p.grad for p in model.parameters() if p.requires_grad]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from optimize_tools import INT8_NOISE, decoder, error
-from test_nn_adapters import Quantised
+from adapter_tools import quantised
+from optimize_tools import INT8_NOISE, decoder, error, llama_block
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
@@ -43,21 +43,6 @@ def of_another_kind() -> Any:
     config = peft.VeraConfig(r=4, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
     torch.manual_seed(1)
     return peft.get_peft_model(decoder(transformers), config).train()
-
-
-class Linear4bit(Quantised):
-    """Stands for bitsandbytes' class, a base whose weight is made when it is called."""
-
-
-Linear4bit.__module__ = "bitsandbytes.nn.modules"
-
-
-def quantised() -> Any:
-    model = adapted()
-    for module in list(model.modules()):
-        if hasattr(module, "base_layer"):
-            module.base_layer = Linear4bit(module.base_layer)
-    return model
 
 
 def prepared_for_few_bits() -> Any:
@@ -109,7 +94,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
     "values only": (lambda: adapted(target_modules=["q_proj", "v_proj"]), fine_tune),
     "output only": (lambda: adapted(target_modules=["o_proj"]), fine_tune),
     "another kind": (of_another_kind, fine_tune),
-    "quantised base": (quantised, fine_tune),
+    "quantised base": (lambda: quantised(adapted()), fine_tune),
     "few bits": (prepared_for_few_bits, fine_tune),
     "base as reference": (adapted, prefer_to_the_base),
     "adapter as reference": (with_a_second, prefer_to_another_adapter),
@@ -136,7 +121,7 @@ def test_program_learns_as_without(program: str, level: str) -> None:
 
 
 def test_values_of_frozen_projections_are_made_again_and_nothing_else_at_int8() -> None:
-    model = quantised()
+    model = quantised(adapted())
     vramx.optimize(model, "int8")
     fine_tune(model).backward()
     calls = {
@@ -170,20 +155,12 @@ def kept(block: Any, **inputs: Any) -> int:
 def test_adapted_llama_block_keeps_so_many_times_less_than_eager(
     level: str, rate: float, least: float
 ) -> None:
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    hidden, tokens = 512, 128
-    config = transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_attention_heads=8,
-        num_key_value_heads=2, attn_implementation="sdpa",
-    )  # fmt: skip
-    block = modeling.LlamaDecoderLayer(config, 0).bfloat16().train().requires_grad_(False)
+    block, call = llama_block()
+    block.requires_grad_(False)
     adapters = peft.LoraConfig(
         r=2, target_modules=list(TARGETS), init_lora_weights=False, lora_dropout=rate
     )
     peft.inject_adapter_in_model(adapters, block)
-    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
-    positions = modeling.LlamaRotaryEmbedding(config)(x, torch.arange(tokens)[None])
-    call = {"hidden_states": x, "position_embeddings": positions}
     for parameter in block.parameters():
         parameter.data = parameter.data.bfloat16()
     kept(block, **call)  # the gradients

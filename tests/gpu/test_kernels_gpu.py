@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_kernels import every_dtype, every_kind, layout_of
 from torch import Tensor
 
 from vramx.compression.codec import reference
@@ -24,20 +25,11 @@ from vramx.kernels.layout import Layout
 pytestmark = pytest.mark.gpu
 
 MIDDLE = {8: 2.0**-17, 4: 2.0**-21}
-KINDS = {"8sym": (8, True), "8asym": (8, False), "4sym": (4, True), "4asym": (4, False)}
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GPU = "cuda:0"
 STREAM = 2**31 + 5
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
 every_group = pytest.mark.parametrize("group", [16, 32, 64, 128, 256, 1024])
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 every_rounding = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
-
-
-def layout_of(kind: str, numel: int, group: int = 128) -> Layout:
-    bits, symmetric = KINDS[kind]
-    return Layout(numel, bits, group, symmetric)
 
 
 def seed_and_epoch(device: str = GPU, epoch: int = 3) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from norm_tools import EXACT
+from optimize_tools import error, llama_block
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
@@ -76,10 +77,6 @@ def run(function: Function, tensors: list[Tensor], **options: Any) -> list[Tenso
     return [y, *torch.autograd.grad(y, inputs, incoming)]
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
-
-
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_fused_adapters_are_as_near_to_the_exact_ones_as_torchs(p: float) -> None:
     tensors = terms()
@@ -104,23 +101,13 @@ def test_packed_adapters_learn_within_the_noise(p: float) -> None:
 # A mask of dropout is a byte here, of which eager has seven.
 @pytest.mark.parametrize(("rate", "least"), [(0.0, 3.7), (0.05, 4.9)])
 def test_adapted_llama_block_keeps_so_many_times_less_than_eager(rate: float, least: float) -> None:
-    transformers = pytest.importorskip("transformers")
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    hidden, tokens = 2048, 2048
-    config = transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_attention_heads=16,
-        num_key_value_heads=4, attn_implementation="sdpa",
-    )  # fmt: skip
-    block = modeling.LlamaDecoderLayer(config, 0).cuda().bfloat16().train()
+    block, call = llama_block(2048, tokens=2048, device="cuda")
     adapt(block, Adapters(rank=8, dropout=rate), torch.bfloat16)
-    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    rotary = modeling.LlamaRotaryEmbedding(config).cuda()
-    positions = rotary(x, torch.arange(tokens, device="cuda")[None])
 
     def kept() -> int:
         gc.collect()
         before = torch.cuda.memory_allocated()
-        y = block(x, position_embeddings=positions)
+        y = block(**call)
         found = torch.cuda.memory_allocated() - before - y.nbytes  # the caller's own
         y.sum().backward()
         return int(found)

@@ -11,13 +11,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as functional
+from channel_norm_tools import ACTIVATIONS, ours, torchs
 from norm_tools import EXACT, INT8, held_bytes
 from torch import Tensor
 
 import vramx
 from vramx.compression.codec.codec import bytes_of
 from vramx.compression.config import MASK_FORMAT
-from vramx.nn.functional import ChannelNormed, batch_norm, conv2d, group_norm, instance_norm
+from vramx.nn.functional import batch_norm, conv2d
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]
 
@@ -26,13 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]
 SHAPES = [(16, 64, 57, 31), (8, 256, 28, 28), (4, 72, 29, 29), (8, 512, 7, 7), (3, 3, 7, 7)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 every_order = pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
-ACTIVATIONS = {
-    "none": lambda z: z,
-    "relu": torch.relu,
-    "leaky_relu": functional.leaky_relu,
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-}
+WORDS = ("none", "relu", "leaky_relu", "silu", "gelu")
 # The errors of three numbers are one 12 times the other by chance in one of a thousand pairs, by
 # F(3, 3); those of many numbers are not.
 FEW, CHANCE_OF_FEW = 16, 12
@@ -45,23 +40,6 @@ def sample(seed: int, *shape: int, last: bool = False) -> Tensor:
     x = torch.randn(*shape, generator=generator, device="cuda").bfloat16()
     x = x.to(memory_format=torch.channels_last) if last else x
     return x.requires_grad_()
-
-
-def ours(kind: str, x: Tensor, affine: tuple[Tensor, Tensor], **options: object) -> ChannelNormed:
-    if kind == "batch":
-        return batch_norm(x, None, None, *affine, training=True, **options)  # type: ignore[arg-type]
-    if kind == "group":
-        return group_norm(x, x.shape[1] // 3 if x.shape[1] % 3 == 0 else 4, *affine, **options)  # type: ignore[arg-type]
-    return instance_norm(x, *affine, **options)  # type: ignore[arg-type]
-
-
-def torchs(kind: str, x: Tensor, affine: tuple[Tensor, Tensor]) -> Tensor:
-    if kind == "batch":
-        return functional.batch_norm(x, None, None, *affine, training=True)
-    if kind == "group":
-        groups = x.shape[1] // 3 if x.shape[1] % 3 == 0 else 4
-        return functional.group_norm(x, groups, *affine)
-    return functional.instance_norm(x, weight=affine[0], bias=affine[1])
 
 
 def error(found: Tensor, exact: Tensor) -> float:
@@ -83,10 +61,10 @@ def test_results_and_gradients_are_as_good_as_torchs(
     kernel = sample(3, 16, shape[1], 3, 3)
     leaves = [x, weight, bias, kernel]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    for word, activation in ACTIVATIONS.items():
+    for word in WORDS:
 
         def plain(x: Tensor, weight: Tensor, bias: Tensor, kernel: Tensor) -> list[Tensor]:
-            y = activation(torchs(kind, x, (weight, bias)))  # noqa: B023 - called in its turn
+            y = ACTIVATIONS[word](torchs(kind, x, (weight, bias)))  # noqa: B023 - called in its turn
             y = functional.conv2d(y, kernel, padding=1)
             dy = torch.sin(torch.arange(y.numel(), device="cuda") * 12.9898)
             dy = dy.view(y.shape).to(y.dtype)

@@ -1,4 +1,4 @@
-"""Elementwise functions, dropout and the loss on a GPU: kernels against float64, and memory.
+"""Elementwise functions, rotary and the loss on a GPU: kernels against float64, and memory.
 
 In the interpreter a kernel has the composite's bytes (tests/test_nn_*.py). Here the compiler's own
 arithmetic is measured, at the sizes of a model.
@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nn_elementwise_tools import EXACT, gradients, leaves, relative_error, sample, step_of
+from nn_elementwise_tools import gradients, leaves, sample
+from norm_tools import EXACT, error, step_of
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
@@ -22,6 +23,7 @@ from vramx.nn.glu import geglu, swiglu
 from vramx.nn.keeping import decode, spec_of
 from vramx.nn.loss import linear_cross_entropy
 from vramx.nn.relu import relu
+from vramx.nn.rotary import rotary
 from vramx.nn.unit_linear import gelu_linear, glu_linear
 
 pytestmark = pytest.mark.gpu
@@ -121,7 +123,7 @@ def test_down_projection_differentiates_at_what_was_decoded(keep: Compression) -
         incoming.double(),
     )
     for a, b in zip(found, exact, strict=True):
-        assert relative_error(a, b) <= 3 * 2.0**-9
+        assert error(a, b) <= 3 * 2.0**-9
 
 
 @every_dtype
@@ -169,7 +171,7 @@ def test_loss(classes: int, dtype: torch.dtype) -> None:
     torchs = gradients(plain, [hidden, weight], incoming)
     found = gradients(lambda h, w: linear_cross_entropy(h, w, targets), [hidden, weight], incoming)
     for a, b, c in zip(found, torchs, exact, strict=True):
-        assert relative_error(a, c) <= 2 * relative_error(b, c) + 2.0**-20
+        assert error(a, c) <= 2 * error(b, c) + 2.0**-20
 
 
 def test_loss_takes_a_chunk_of_memory() -> None:
@@ -206,3 +208,45 @@ def test_nothing_waits_for_the_device() -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# -- Rotary embedding ------------------------------------------------------------------------------
+
+BATCH, HEADS, KEY_HEADS, TOKENS = 2, 32, 8, 1025
+# A sum of two products in float32, rounded once; |x cos| + |x sin| <= 1.5 of the largest |x|.
+OF_TURNS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-22}
+
+
+@pytest.mark.parametrize("size", [64, 80, 128])
+@pytest.mark.parametrize("dtype", OF_TURNS, ids=lambda dtype: str(dtype)[6:])
+def test_turned_heads_and_gradients_are_rounded_once(dtype: torch.dtype, size: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    q, k = (
+        normal(BATCH, TOKENS, heads, size).to(dtype).transpose(1, 2).requires_grad_()
+        for heads in (HEADS, KEY_HEADS)
+    )
+    angles = normal(BATCH, 1, TOKENS, size)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    wide = [x.detach().double().requires_grad_() for x in (q, k)]
+    exact = rotary(*wide, cos.double(), sin.double())
+    found = rotary(q, k, cos, sin)
+    incoming = [normal(*x.shape).to(dtype) for x in found]
+    gradients = torch.autograd.grad(found, [q, k], incoming)
+    of_exact = torch.autograd.grad(exact, wide, [g.double() for g in incoming])
+    for ours, theirs in zip((*found, *gradients), (*exact, *of_exact), strict=True):
+        assert ours.dtype == dtype
+        bound = OF_TURNS[dtype] * theirs.abs() + 2.0**-20 * theirs.abs().max()
+        assert ((ours - theirs).abs() <= bound).all()
+
+
+def test_compiled_rotary_is_the_same() -> None:
+    torch.compiler.reset()
+    q = torch.randn(2, 4, 16, 64, device="cuda", requires_grad=True)
+    angles = torch.randn(16, 64, device="cuda")
+    cos, sin = angles.cos(), angles.sin()
+    compiled = torch.compile(lambda q: rotary(q, q, cos, sin)[0], fullgraph=True)
+    assert torch.allclose(compiled(q), rotary(q, q, cos, sin)[0], atol=1e-5)

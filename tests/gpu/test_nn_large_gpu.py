@@ -13,25 +13,14 @@ from functools import partial
 
 import pytest
 import torch
-from nn_elementwise_tools import relative_error
-from norm_tools import EXACT, NEAREST
+from norm_tools import EXACT, NEAREST, error
 from torch import Tensor
 
 from vramx.compression.codec.reference import philox
 from vramx.compression.config import Compression
 from vramx.kernels import cross_entropy_launch, elementwise_launch, norm_launch
+from vramx.nn import functional as nn
 from vramx.nn.dropout import _dropout
-from vramx.nn.functional import (
-    batch_norm,
-    gelu,
-    layer_norm,
-    linear_cross_entropy,
-    relu,
-    rms_norm,
-    rotary,
-    silu,
-    swiglu,
-)
 from vramx.nn.keeping import fused_layout, spec_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
@@ -81,6 +70,11 @@ def leaves(tensors: Sequence[Tensor], part: slice | None = None) -> list[Tensor]
     return [x.requires_grad_() for x in parts]
 
 
+def assert_same_at_ends(found: Sequence[Tensor], run: Callable[[slice], Sequence[Tensor]]) -> None:
+    for end in ENDS:
+        assert all(torch.equal(a[end], b) for a, b in zip(found, run(end), strict=True))
+
+
 def compare(
     function: Callable[..., Results],
     inputs: Sequence[Tensor],
@@ -104,28 +98,26 @@ def compare(
         return [*(y.detach() for y in results), *found[: len(rows)]], list(found[len(rows) :])
 
     found, sums = run(None)
-    parts = [run(end) for end in ENDS]
-    for end, (expected, _) in zip(ENDS, parts, strict=True):
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a[end], b)
+    parts = {end.start: run(end) for end in ENDS}
+    assert_same_at_ends(found, lambda end: parts[end.start][0])
     for i, total in enumerate(sums):
-        terms = [of_end[i].float() for _, of_end in parts]
+        terms = [of_end[i].float() for _, of_end in parts.values()]
         if partial_roundings:
             runs = len(ENDS) + 1
             bound = (runs * (1 + partial_roundings)) ** 0.5 * 2.0**-9
-            assert relative_error(total, sum(terms)) < bound
+            assert error(total, sum(terms)) < bound
             continue
         bound = ROUNDED * (total.float().abs() + sum(term.abs() for term in terms)) + 2.0**-12
         assert ((total.float() - sum(terms)).abs() <= bound).all()
 
 
 ELEMENTWISE = {
-    "gelu int8": (1, partial(gelu, keep=NEAREST)),
-    "gelu exact": (1, partial(gelu, keep=EXACT)),
-    "silu int8": (1, partial(silu, keep=NEAREST)),
-    "swiglu int8": (2, partial(swiglu, keep=NEAREST)),
-    "swiglu exact": (2, partial(swiglu, keep=EXACT)),
-    "relu": (1, relu),
+    "gelu int8": (1, partial(nn.gelu, keep=NEAREST)),
+    "gelu exact": (1, partial(nn.gelu, keep=EXACT)),
+    "silu int8": (1, partial(nn.silu, keep=NEAREST)),
+    "swiglu int8": (2, partial(nn.swiglu, keep=NEAREST)),
+    "swiglu exact": (2, partial(nn.swiglu, keep=EXACT)),
+    "relu": (1, nn.relu),
 }
 
 
@@ -148,10 +140,7 @@ def test_value_beside_the_gradient_of_gelu() -> None:
         elementwise_launch.activation_backward(dy, buffer, dx, y.fill_(torch.nan), layout, "gelu")
         return dx, y
 
-    found = run(x, dy)
-    for end in ENDS:
-        expected = run(x[end].contiguous(), dy[end].contiguous())
-        assert all(torch.equal(a[end], b) for a, b in zip(found, expected, strict=True))
+    assert_same_at_ends(run(x, dy), lambda end: run(x[end].contiguous(), dy[end].contiguous()))
 
 
 @pytest.mark.parametrize("adds", [False, True], ids=["alone", "residual"])
@@ -178,10 +167,10 @@ def test_dropout(adds: bool) -> None:
 
 
 NORMS = {
-    "rms int8": (rms_norm, WIDTH, NEAREST),
-    "layer exact": (layer_norm, WIDTH, EXACT),
-    "rms long rows exact": (rms_norm, 4 * WIDTH, EXACT),
-    "layer long rows int8": (layer_norm, 4 * WIDTH, NEAREST),
+    "rms int8": (nn.rms_norm, WIDTH, NEAREST),
+    "layer exact": (nn.layer_norm, WIDTH, EXACT),
+    "rms long rows exact": (nn.rms_norm, 4 * WIDTH, EXACT),
+    "layer long rows int8": (nn.layer_norm, 4 * WIDTH, NEAREST),
 }
 
 
@@ -189,7 +178,7 @@ NORMS = {
 def test_norms_with_a_residual(name: str) -> None:
     norm, hidden, keep = NORMS[name]
     x, residual = beyond(hidden), beyond(hidden, seed=1)
-    vectors = leaves([sample(hidden, seed=i) for i in range(2, 3 if norm is rms_norm else 4)])
+    vectors = leaves([sample(hidden, seed=i) for i in range(2, 3 if norm is nn.rms_norm else 4)])
 
     def run(x: Tensor, residual: Tensor) -> Results:
         done = norm(x, *vectors, eps=1e-5, residual=residual, keep=keep)
@@ -203,7 +192,7 @@ def test_output_of_a_norm_again(keep: Compression) -> None:
     x, weight = beyond(WIDTH), sample(WIDTH, seed=2)
 
     def run(x: Tensor) -> Tensor:
-        kept = rms_norm(x, weight, keep=keep).kept
+        kept = nn.rms_norm(x, weight, keep=keep).kept
         buffer, group = (kept.buffer, 128) if keep.packs else (kept.buffer.view(x.dtype), 0)
         y = torch.empty_like(x)
         norm_launch.norm_output(
@@ -212,9 +201,7 @@ def test_output_of_a_norm_again(keep: Compression) -> None:
         return y
 
     x.requires_grad_()
-    found = run(x)
-    for end in ENDS:
-        assert torch.equal(found[end], run(x[end].detach().clone().requires_grad_()))
+    assert_same_at_ends([run(x)], lambda end: [run(x[end].detach().clone().requires_grad_())])
 
 
 def test_rotary_embedding_with_heads_far_apart() -> None:
@@ -227,7 +214,7 @@ def test_rotary_embedding_with_heads_far_apart() -> None:
 
     def run(part: slice) -> Results:
         rows = [x[:, :, part].contiguous().requires_grad_() for x in (q, k)]
-        turned = rotary(*rows, cos[part], sin[part])
+        turned = nn.rotary(*rows, cos[part], sin[part])
         return (*turned, *torch.autograd.grad(turned[0], rows[0], dq[:, :, part].contiguous()))
 
     found = run(slice(None))
@@ -264,15 +251,15 @@ def test_loss_in_one_chunk_is_that_in_many() -> None:
     targets = torch.randint(CLASSES, (rows,), device=GPU)
 
     def run(chunk: int) -> Results:
-        loss = linear_cross_entropy(hidden, weight, targets, chunk=chunk)
+        loss = nn.linear_cross_entropy(hidden, weight, targets, chunk=chunk)
         return (loss.detach(), *torch.autograd.grad(loss, [hidden, weight]))
 
     (found, dhidden, dweight), expected = run(rows), run(max(1, rows // 16))
     assert torch.allclose(found, expected[0], rtol=2.0**-12)
     for end in ENDS:
-        assert relative_error(dhidden[end], expected[1][end]) < 2.0**-7
+        assert error(dhidden[end], expected[1][end]) < 2.0**-7
     # Of the sum over 16 chunks, which is rounded 16 times.
-    assert relative_error(dweight, expected[2]) < 16**0.5 * 2.0**-7
+    assert error(dweight, expected[2]) < 16**0.5 * 2.0**-7
 
 
 # How the kernels find a channel, an image of that kind, and what follows the norm.
@@ -294,7 +281,7 @@ def test_norms_by_channel(positions: str) -> None:
     residual = [torch.empty_like(x).copy_(x.flip(1))] if activation == "relu" else []
 
     def run(x: Tensor, *residual: Tensor) -> Results:
-        done = batch_norm(
+        done = nn.batch_norm(
             x, mean, var, *vectors, activation=activation, residual=next(iter(residual), None),
             keep=keep,
         )  # fmt: skip
@@ -311,7 +298,7 @@ def test_statistics_of_a_batch() -> None:
     x = beyond(128, 16, 16).contiguous(memory_format=torch.channels_last)
     x[-EDGE:] += 1000 * torch.arange(128, device=GPU)[:, None, None]  # which must be counted
     mean, var = torch.zeros(128, device=GPU), torch.ones(128, device=GPU)
-    y = batch_norm(x, mean, var, training=True, momentum=1.0, keep=NEAREST).y
+    y = nn.batch_norm(x, mean, var, training=True, momentum=1.0, keep=NEAREST).y
     count = x.numel() // 128
     exact = sum(part.double().sum((0, 2, 3)) for part in x.split(256)) / count
     square = sum(
@@ -320,5 +307,5 @@ def test_statistics_of_a_batch() -> None:
     assert torch.allclose(mean.double(), exact, rtol=2.0**-12, atol=2.0**-12)
     assert torch.allclose(var.double(), square / (count - 1), rtol=2.0**-12)
     for end in ENDS:
-        expected = batch_norm(x[end].clone(), mean, var, keep=NEAREST).y
+        expected = nn.batch_norm(x[end].clone(), mean, var, keep=NEAREST).y
         assert torch.allclose(y[end], expected, rtol=2.0**-7, atol=2.0**-10)

@@ -30,9 +30,16 @@ ARITHMETIC = 2.0**-16
 SMALLEST = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24, torch.float32: 2.0**-126}
 
 # One piece; several, of whole accesses; rows that begin anywhere; and many pieces.
-every_size = pytest.mark.parametrize("classes", [10, 1000, 32000, 50257, 128256, 300001])
+SIZES = (10, 1000, 32000, 50257, 128256, 300001)
+every_size = pytest.mark.parametrize("classes", SIZES)
+OTHERS = [name for name in OPTIONS if name != "plain"]
 
-every_option = pytest.mark.parametrize("name", [name for name in OPTIONS if name != "plain"])
+
+def rows_of(
+    logits: Tensor, targets: Tensor, options: launch.LossOptions = PLAIN
+) -> launch.LossRows:
+    losses = torch.full((len(logits),), 77.0, device=GPU)
+    return launch.LossRows(targets, losses, launch.new_mail(logits, options))
 
 
 class Problem:
@@ -56,9 +63,8 @@ class Problem:
         assert rows.mail is None or not rows.mail.any()
         return rows.losses, logits
 
-    def rows(self, logits: Tensor, options: launch.LossOptions) -> launch.LossRows:
-        losses = torch.full((len(logits),), 77.0, device=GPU)
-        return launch.LossRows(self.targets, losses, launch.new_mail(logits, options))
+    def rows(self, logits: Tensor, options: launch.LossOptions = PLAIN) -> launch.LossRows:
+        return rows_of(logits, self.targets, options)
 
     def exact(self, options: launch.LossOptions) -> tuple[Tensor, Tensor, Tensor]:
         """Return losses and gradients in float64, by the formulas of cross_entropy.py.
@@ -97,36 +103,29 @@ def assert_near(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor, Tenso
     assert bool((away <= near)[~away.isnan()].all())
 
 
-@every_size
-@pytest.mark.parametrize("dtype", list(ROUNDING), ids=lambda dtype: str(dtype)[6:])
-def test_losses_and_gradients(classes: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "classes"),
+    [
+        *(("plain", dtype, classes) for dtype in ROUNDING for classes in SIZES),
+        *((name, torch.bfloat16, classes) for name in OTHERS for classes in SIZES),
+        *((name, torch.float32, 50257) for name in OTHERS),
+    ],
+    ids=str,
+)
+def test_losses_and_gradients(name: str, dtype: torch.dtype, classes: int) -> None:
     problem = Problem(classes, dtype)
-    assert_near(problem.run(), problem.exact(PLAIN))
-
-
-@every_size
-@every_option
-def test_options(classes: int, name: str) -> None:
-    problem = Problem(classes)
-    problem.logits[6:8] = 1.0  # a smoothed loss of -inf is infinite
-    assert_near(problem.run(OPTIONS[name]), problem.exact(OPTIONS[name]))
-
-
-@every_option
-def test_options_in_float32_are_no_less_exact(name: str) -> None:
-    problem = Problem(50257, torch.float32)
-    problem.logits[6:8] = 1.0
+    if name != "plain":
+        problem.logits[6:8] = 1.0  # a smoothed loss of -inf is infinite
     assert_near(problem.run(OPTIONS[name]), problem.exact(OPTIONS[name]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_class_is_certain(dtype: torch.dtype) -> None:
     logits = torch.arange(5.0, device=GPU).to(dtype)[:, None]
-    losses = torch.full((5,), 77.0, device=GPU)
-    targets = torch.tensor([0, 0, 0, IGNORED, 1], device=GPU)
-    launch.cross_entropy(logits, launch.LossRows(targets, losses, None), PLAIN, True)
-    assert losses[:4].tolist() == logits[:4, 0].tolist() == [0] * 4
-    assert bool(losses[4].isnan() & logits[4, 0].isnan())
+    rows = rows_of(logits, torch.tensor([0, 0, 0, IGNORED, 1], device=GPU))
+    launch.cross_entropy(logits, rows, PLAIN, True)
+    assert rows.losses[:4].tolist() == logits[:4, 0].tolist() == [0] * 4
+    assert bool(rows.losses[4].isnan() & logits[4, 0].isnan())
 
 
 def test_large_logits_are_subtracted_before_they_are_rounded() -> None:
@@ -134,9 +133,7 @@ def test_large_logits_are_subtracted_before_they_are_rounded() -> None:
     for size in (1e4, 1e8, 1e30):
         logits = torch.full((4, 50257), -size, device=GPU)
         logits[:, 7] = logits[:, 40000] = size
-        losses = torch.full((4,), 77.0, device=GPU)
-        targets = torch.full((4,), 7, device=GPU)
-        rows = launch.LossRows(targets, losses, launch.new_mail(logits, PLAIN))
+        rows = rows_of(logits, torch.full((4,), 7, device=GPU))
         launch.cross_entropy(logits, rows, PLAIN, True)
         expected = torch.zeros_like(logits)
         expected[:, 7], expected[:, 40000] = -0.5, 0.5
@@ -168,7 +165,7 @@ def test_what_is_beside_rows_is_left_alone(columns: int, first: int) -> None:
     wide = torch.full((24, columns), 7.0, dtype=torch.bfloat16, device=GPU)
     view = wide[:, first : first + 50000]
     view.copy_(problem.logits)
-    rows = problem.rows(view, PLAIN)
+    rows = problem.rows(view)
     launch.cross_entropy(view, rows, PLAIN, True)
     assert_near((rows.losses, view), problem.exact(PLAIN))
     assert bool((wide[:, :first] == 7).all())
@@ -189,7 +186,7 @@ def repeats(classes: int, calls: int) -> list[list[Tensor]]:
     """Call many times over the same logits, of more rows than are in flight, and the same mail."""
     problem = Problem(classes, rows=1500)
     logits = problem.logits.clone()
-    rows = problem.rows(logits, PLAIN)
+    rows = problem.rows(logits)
     seen = []
     for _ in range(calls):
         logits.copy_(problem.logits)
@@ -211,7 +208,7 @@ def test_streams_do_not_disturb_each_other() -> None:
     expected = problem.run()
     streams = [torch.cuda.Stream() for _ in range(4)]
     many = [problem.logits.clone() for _ in streams]
-    rows = [problem.rows(logits, PLAIN) for logits in many]
+    rows = [problem.rows(logits) for logits in many]
     torch.cuda.synchronize()
     for stream, logits, of_logits in zip(streams, many, rows, strict=True):
         with torch.cuda.stream(stream):
@@ -228,7 +225,7 @@ def test_a_graph_may_be_replayed() -> None:
     logits = problem.logits.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rows = problem.rows(logits, PLAIN)
+        rows = problem.rows(logits)
         launch.cross_entropy(logits, rows, PLAIN, True)
     for _ in range(3):
         logits.copy_(problem.logits)

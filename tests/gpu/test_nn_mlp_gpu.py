@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from norm_tools import EXACT, INT8_STEP, held_bytes
+from optimize_tools import error
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
@@ -53,10 +54,6 @@ def fused(x: Tensor, scale: Tensor, weights: list[Tensor], keep: object = None) 
     kind = "silu" if len(weights) == 3 else "gelu"
     normed = rms_norm(x, scale, 1e-5, keep=keep)
     return mlp(normed, weights, activation=kind, residual=x)
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
 
 
 @every_form

@@ -1,33 +1,26 @@
-"""Gated linear units that keep packed inputs: results, gradients, and what they keep.
+"""Activations, gated units and dropout: results, gradients, and what they keep.
 
 Kernels are in test_nn_elementwise_kernels.py, derivatives in test_nn_derivatives.py.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from nn_elementwise_tools import (
-    EXACT,
-    FORMATS,
-    differs,
-    gradients,
-    leaves,
-    sample,
-    saved_by,
-    step_of,
-)
+from nn_elementwise_tools import differs, gradients, leaves, sample
+from norm_tools import EXACT, NEAREST, step_of
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from vramx.compression.config import Compression
 from vramx.compression.hooks import compress
+from vramx.nn.activation import gelu, silu
+from vramx.nn.dropout import dropout, dropout_add
 from vramx.nn.glu import swiglu
 from vramx.nn.unit_linear import gelu_linear, glu_linear
-
-NEAREST = Compression(rounding="nearest")
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -57,7 +50,20 @@ def test_residual_of_a_wider_type_gives_the_result_its_type() -> None:
     assert differs(narrow.float(), wide, 2.0**-7) <= 1
 
 
-def test_gradients_of_int8_are_within_the_codecs_bound() -> None:
+@pytest.mark.parametrize(
+    ("function", "plain", "curvature"), [(gelu, F.gelu, 0.8), (silu, F.silu, 0.5)]
+)
+def test_gradient_of_int8_is_within_the_codecs_bound(
+    function: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor], curvature: float
+) -> None:
+    x, incoming = sample(64, 256), sample(64, 256, seed=2)
+    (found,) = gradients(function, [x], incoming)
+    (exact,) = gradients(plain, [x.double()], incoming.double())
+    bound = incoming.double().abs() * curvature * step_of(x)
+    assert ((found - exact).abs() <= bound * 1.001 + 1e-6).all()
+
+
+def test_gradients_of_gates_in_int8_are_within_the_codecs_bound() -> None:
     """With |silu'| <= 1.1 and |silu''| <= 0.5; the last factor is for float32's rounding."""
     gate, up, incoming = sample(64, 256), sample(64, 256, seed=1), sample(64, 256, seed=2)
     dgate, dup = gradients(swiglu, [gate, up], incoming)
@@ -67,18 +73,6 @@ def test_gradients_of_int8_are_within_the_codecs_bound() -> None:
     bound_of_dgate = size * (1.1 * of_up + 0.5 * of_gate * (up.double().abs() + of_up))
     assert ((dup - exact[1]).abs() <= bound_of_dup * 1.001 + 1e-6).all()
     assert ((dgate - exact[0]).abs() <= bound_of_dgate * 1.001 + 1e-6).all()
-
-
-@pytest.mark.parametrize(("name", "kept"), [("int8", 1 + 6 / 128), ("int4", 0.5 + 4 / 64)])
-def test_only_the_two_packs_are_kept(name: str, kept: float) -> None:
-    gate, up, weight = leaves(sample(64, 256), sample(64, 256, seed=1), sample(8, 256, seed=2))
-    keep = FORMATS[name]
-    for saved in (
-        saved_by(lambda gate, up: swiglu(gate, up, keep=keep), [gate, up]),
-        saved_by(lambda *tensors: glu_linear(*tensors, keep=keep), [gate, up, weight]),
-    ):
-        assert [tensor.dtype for tensor in saved] == [torch.uint8] * 2
-        assert sum(tensor.numel() for tensor in saved) == 2 * kept * gate.numel()
 
 
 def test_inputs_are_freed_once_they_are_packed() -> None:
@@ -124,3 +118,82 @@ def test_non_finite_groups_give_nan_gradients() -> None:
     _, dup = gradients(swiglu, [gate, up], torch.ones(2, 128))
     assert dup[0].isnan().all()
     assert not dup[1].isnan().any()
+
+
+# -- Dropout ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [2.0**-16, 0.1, 0.5, 0.9])
+def test_share_that_is_dropped_is_p(p: float) -> None:
+    """Within 5 standard deviations of a binomial, passed with probability 1 - 6e-7."""
+    torch.manual_seed(1)
+    n = 1 << 18
+    dropped = int((dropout(torch.ones(n), p) == 0).sum())
+    spread = 5 * math.sqrt(n * p * (1 - p)) + 1
+
+    def fits(count: float) -> bool:
+        return abs(count - n * p) <= spread
+
+    assert fits(dropped)
+    assert not fits(n * (p + 0.01))  # what a share that is off by a hundredth gives
+
+
+def test_neighbours_are_dropped_independently() -> None:
+    """The correlation at lag 1 to 8, within 5 / sqrt(n); repeating every 8th element fails."""
+    torch.manual_seed(2)
+    n = 1 << 18
+    flags = (dropout(torch.ones(n), 0.5) > 0).double() * 2 - 1
+
+    def independent(flags: Tensor) -> bool:
+        lags = range(1, 9)
+        return all(abs(float((flags[lag:] * flags[:-lag]).mean())) < 5 / n**0.5 for lag in lags)
+
+    assert independent(flags)
+    assert not independent(flags[:8].repeat(n // 8))
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_gradient_passes_where_the_element_did(adds: bool) -> None:
+    x, residual = leaves(torch.ones(5, 77), torch.zeros(5, 77))
+    y = dropout_add(x, residual, 0.5) if adds else dropout(x, 0.5)
+    y.backward(incoming := sample(5, 77))
+    assert torch.equal(x.grad, y.detach() * incoming)
+    if adds:
+        assert torch.equal(residual.grad, incoming)
+
+
+def test_torchs_seed_decides_and_calls_differ() -> None:
+    x = torch.ones(1000)
+    torch.manual_seed(5)
+    first, second = dropout(x), dropout(x)
+    torch.manual_seed(5)
+    assert torch.equal(dropout(x), first)
+    assert not torch.equal(first, second)
+
+
+def test_p_of_zero_and_evaluation_draw_nothing() -> None:
+    x = sample(10)
+    before = torch.get_rng_state()
+    assert dropout(x, 0.0) is x
+    assert dropout(x, 0.5, training=False) is x
+    assert torch.equal(dropout_add(x, x, 0.5, training=False), x + x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_p_of_one_drops_everything() -> None:
+    (x,) = leaves(torch.tensor([1.0, torch.inf]))
+    y = dropout(x, 1.0)
+    y.sum().backward()
+    assert torch.equal(y, torch.zeros(2))
+    assert torch.equal(x.grad, torch.zeros(2))
+
+
+def test_compiled_calls_of_one_graph_differ() -> None:
+    compiled = torch.compile(
+        lambda x: (dropout(x, 0.5), dropout(x, 0.5)), fullgraph=True, backend="aot_eager"
+    )
+    (x,) = leaves(torch.ones(1000))
+    first, second = compiled(x)
+    assert not torch.equal(first, second)
+    first.sum().backward()
+    assert torch.equal(x.grad, first.detach())
