@@ -66,6 +66,7 @@ all_library_tests = $(library_tests) tests/test_nn_optimize_convolutions.py \
     tests/test_nn_adapters_models.py tests/test_plan_lightning.py \
     tests/test_patch_libraries.py tests/test_patch_libraries_table.py tests/test_libraries.py \
     tests/test_checkpoint_state.py tests/test_benchmarks_train.py tests/test_callbacks.py \
+    tests/test_benchmarks_activations.py tests/test_benchmarks_language.py \
     tests/test_benchmarks_plan.py \
     tests/test_documents.py tests/test_recipes.py \
     tests/test_benchmarks_seeing.py tests/test_snapshot_readers.py tests/test_examples.py

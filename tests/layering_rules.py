@@ -28,6 +28,12 @@ CPP_LAYERS = {
     "library": {"core", "driver", "process", "torch"},
 }
 MOST_LINES = 300  # of a file of csrc
+# A line that skips where a library is not installed that only `make test-models` installs.
+_LIBRARY_TEST = re.compile(
+    r"^\s*(?:[\w.]+(?:: Any)? = )?pytest\.importorskip\(\""
+    r"(accelerate|lightning|monai|peft|timm|torch_geometric|torchvision|transformers)\b",
+    re.MULTILINE,
+)
 BASE = {"errors", "files", "sizes", "config", "progress"}
 # What a part of vramx may import, itself apart.
 PYTHON_PARTS = {
@@ -312,6 +318,17 @@ def files_are_short(root: Path) -> list[str]:
     ]
 
 
+def library_tests_run(root: Path) -> list[str]:
+    """A file of tests that are skipped without a library is one of `make test-models`."""
+    makefile = root / "Makefile"
+    named = makefile.read_text() if makefile.exists() else ""
+    return [
+        f"tests/{path.name}: skipped without {match[1]}, and not in the Makefile"
+        for path in sorted((root / "tests").glob("test_*.py"))
+        if (match := _LIBRARY_TEST.search(path.read_text())) and path.name not in named
+    ]
+
+
 RULES: tuple[Callable[[Path], list[str]], ...] = (
     includes_go_down,
     core_stands_alone,
@@ -324,4 +341,5 @@ RULES: tuple[Callable[[Path], list[str]], ...] = (
     only_the_command_line_prints,
     the_map_names_every_file,
     files_are_short,
+    library_tests_run,
 )

@@ -15,6 +15,8 @@ BY_NAME = {rule.__name__: rule for rule in RULES}
 
 _NAMED = "class A(NamedTuple):\n    {}def b(self): ..."
 
+_SKIPPED = 'timm = pytest.importorskip("timm.models")'
+
 # Rule, file that gets the text, the text, and what the rule must say of it.
 PLANTS = [
     ("includes_go_down", "csrc/core/up.h", '#include "driver/cost_table.h"', "core includes"),
@@ -49,6 +51,7 @@ PLANTS = [
     ("the_map_names_every_file", "csrc/core/unheard_of.h", "#pragma once", "core/unheard_of"),
     ("the_map_names_every_file", "csrc/README.md", "`core/gone.h`", "core/gone does not exist"),
     ("files_are_short", "csrc/core/units.h", "\n" * 300, "of at most 300"),
+    ("library_tests_run", "tests/test_x.py", _SKIPPED, "without timm, and not in the Makefile"),
 ]
 
 # What looks like a violation and is none.
@@ -66,6 +69,7 @@ INNOCENT = [
     ("only_the_command_line_prints", "vramx/cli/x.py", "print(1)"),
     ("only_the_command_line_prints", "vramx/progress.py", "import sys\nsys.stderr.isatty()"),
     ("only_the_command_line_prints", "csrc/core/up.h", "auto n = snprintf(a, 1, b);"),
+    ("library_tests_run", "tests/test_x.py", 'pytest.importorskip("triton")'),
 ]
 
 
