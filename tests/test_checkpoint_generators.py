@@ -10,54 +10,48 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from checkpoint_tools import WIDTH, activation, quiet, seeds
-from torch import Tensor, nn
+from checkpoint_tools import WIDTH, activation, plain, quiet, seeds
 
 import vramx
 
 __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
 
+# As in a notebook, whose functions stay while its names come and change.
 NOTEBOOK = """
+from torch import nn
+
 drawn = None
 def region(x):
     numbers = globals().get("later", drawn)
     return (x * (1.0 if numbers is None else numbers.random())).square()
+
+def closing(numbers):
+    class Scaling(nn.Module):
+        def forward(self, x):
+            return (x * (1.0 if numbers is None else numbers.random())).square()
+    def change(now):
+        nonlocal numbers
+        numbers = now
+    return Scaling(), change
 """
 
 
-@pytest.mark.parametrize("name", ["drawn", "later"])
+@pytest.mark.parametrize("where", ["drawn", "later", "closed over"])
 def test_a_generator_that_comes_after_the_first_call_is_set_back(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a notebook, whose functions stay while its names come and change."""
-    notebook: Any = types.ModuleType("notebook")
-    monkeypatch.setitem(sys.modules, f"notebook_{name}", notebook)
-    notebook.__name__ = f"notebook_{name}"
+    notebook: Any = types.ModuleType(f"notebook_{where}")
+    monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
     exec(NOTEBOOK, vars(notebook))
-    vramx.checkpoint(notebook.region, activation(), level="keep").sum().backward()
+    region, change = notebook.region, functools.partial(setattr, notebook, where)
+    if where == "closed over":
+        region, change = notebook.closing(None)
+    checkpoint = functools.partial(vramx.checkpoint, level="keep")
+    checkpoint(region, activation()).sum().backward()
     x = torch.ones(4, WIDTH, requires_grad=True)
     found = []
-    for run in (
-        notebook.region,
-        functools.partial(vramx.checkpoint, notebook.region, level="keep"),
-    ):
-        setattr(notebook, name, numpy.random.default_rng(0))
-        found += torch.autograd.grad(run(x * 1).sum(), x)
-    assert torch.equal(*found)
-
-
-def test_a_generator_that_a_method_closes_over_later_is_set_back() -> None:
-    numbers: Any = None
-
-    class Scaling(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * (1.0 if numbers is None else numbers.random())).square()
-
-    module, x = Scaling(), torch.ones(4, WIDTH, requires_grad=True)
-    vramx.checkpoint(module, x * 1, level="keep").sum().backward()
-    found = []
-    for run in (module, functools.partial(vramx.checkpoint, module, level="keep")):
-        numbers = numpy.random.default_rng(0)
-        found += torch.autograd.grad(run(x * 1).sum(), x)
+    for call in (plain, checkpoint):
+        change(numpy.random.default_rng(0))
+        found += torch.autograd.grad(call(region, x * 1).sum(), x)
     assert torch.equal(*found)
