@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Generator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from checkpoint_tools import LEVELS, WIDTH, activation, check_near, plain, quiet, seeds
@@ -122,84 +120,6 @@ def of_a_counter(layers: nn.ModuleList) -> Program:
     assert count == len(layers)
 
 
-class Trainer:
-    def __init__(self, layers: nn.ModuleList) -> None:
-        self.layers, self.steps, self.log = layers, 0, list[int]()
-
-    def block(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        self.log.append(self.steps)
-        return self.layers[len(self.log) - 1](x * self.steps).sin()
-
-    __call__ = block
-
-
-def of_a_method(layers: nn.ModuleList) -> Program:
-    trainer = Trainer(layers)
-    for _ in layers:
-        yield trainer.block
-    assert trainer.log == [1, 2, 3]
-
-
-def of_an_object_that_is_called(layers: nn.ModuleList) -> Program:
-    trainer = Trainer(layers)
-    for _ in layers:
-        yield trainer
-
-
-def of_an_object_that_is_closed_over(layers: nn.ModuleList) -> Program:
-    trainer, scale = Trainer(layers), types.SimpleNamespace(now=1.0)
-    for i in range(len(layers)):
-        scale.now = 1 / (i + 1)
-        yield lambda x: trainer.block(x * scale.now)
-    assert trainer.log == [1, 2, 3]
-
-
-def of_defaults(layers: nn.ModuleList) -> Program:
-    def block(x: Tensor, seen: list[int] = [], *, by: dict[str, float] = {}) -> Tensor:  # noqa: B006
-        seen.append(len(seen))
-        by["scale"] = by.get("scale", 0.0) + 0.5
-        return layers[seen[-1]](x * by["scale"]).sin()
-
-    for _ in layers:
-        yield block
-
-
-def of_partials(layers: nn.ModuleList) -> Program:
-    def block(seen: list[int], x: Tensor, by: dict[str, float]) -> Tensor:
-        seen.append(len(seen))
-        return layers[seen[-1]](x * by["scale"]).sin()
-
-    options: dict[str, float] = {}
-    given = functools.partial(block, [], by=options)
-    for i in range(len(layers)):
-        options["scale"] = 1 / (i + 1)
-        yield given
-
-
-def of_iterators(layers: nn.ModuleList) -> Program:
-    parts, pairs = iter(layers), enumerate(zip("abc", [1.0, 0.5, 0.2], strict=True))
-
-    def block(x: Tensor) -> Tensor:
-        number, (_, scale) = next(pairs)
-        return next(parts)(x * scale).sin() * (number + 1)
-
-    for _ in layers:
-        yield block
-
-
-def of_an_array(layers: nn.ModuleList) -> Program:
-    counts = np.zeros(4)
-
-    def block(x: Tensor) -> Tensor:
-        counts[1:] += 1
-        return layers[int(counts[1]) - 1](x * counts.mean()).sin()
-
-    for _ in layers:
-        yield block
-    assert counts.tolist() == [0, 3, 3, 3]
-
-
 def of_globals(layers: nn.ModuleList) -> Program:
     names: dict[str, Any] = {"layers": layers}
     exec("block = lambda x: sum((lambda: layer(x).sin())() for _ in range(2))", names)
@@ -208,11 +128,7 @@ def of_globals(layers: nn.ModuleList) -> Program:
         yield names["block"]
 
 
-PROGRAMS = (
-    *(of_a_loop, of_an_index, of_a_decorator, of_a_growing_list, of_a_counter, of_a_method),
-    *(of_globals, of_iterators, of_an_array, of_an_object_that_is_closed_over),
-    *(of_an_object_that_is_called, of_defaults, of_partials),
-)
+PROGRAMS = (of_a_loop, of_an_index, of_a_decorator, of_a_growing_list, of_a_counter, of_globals)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

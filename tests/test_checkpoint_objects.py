@@ -1,9 +1,7 @@
-"""What a region reaches beside modules is changed once: objects, iterators, arrays, programs."""
+"""Objects that a region reaches: which are copied for a recomputation, and which are not."""
 
 from __future__ import annotations
 
-import copy
-import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_tools import SMALL, WIDTH, Seen, activation, check_near, quiet, seeds
+from checkpoint_tools import SMALL, WIDTH, Seen, activation, quiet, seeds
 from torch import Tensor, nn
 
 import vramx
@@ -22,62 +20,15 @@ __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
 
 
-class Slotted:
-    __slots__ = ("calls",)
-
-
-def counted(x: Tensor, state: Any) -> Tensor:
-    state.calls += 1
-    if not isinstance(state, Slotted):
-        state.losses.append(x.square().mean())
-        state.by_name.setdefault("x", []).append(state.calls)
-        state.link.state = state
-    return x.sin() * state.calls
-
-
-@pytest.mark.parametrize("slots", [False, True])
-def test_counters_and_lists_of_an_argument_move_once(slots: bool) -> None:
-    lists = {"losses": [], "by_name": {}, "link": types.SimpleNamespace(), "lock": copy}
-    state: Any = Slotted() if slots else types.SimpleNamespace(**lists)
-    state.calls, x = 1, torch.ones(4, 16, requires_grad=True)
-    vramx.checkpoint(counted, x * 1.0, state, level="keep").sum().backward()
-    assert state.calls == 2
-    torch.testing.assert_close(x.grad, 2 * x.detach().cos())
-    assert slots or (len(state.losses), state.by_name) == (1, {"x": [2]})
-
-
-SOURCES: dict[str, Callable[[], Any]] = {
-    "list": lambda: iter([2.0, 3.0]),
-    "cycle": lambda: itertools.cycle([2.0, 3.0]),
-    "map": lambda: map(float, iter("23")),
-    "chain": lambda: itertools.chain(iter([2.0]), [3.0]),
-    "dictionary": lambda: iter({2.0: 1, 3.0: 1}),
-}
-
-
 class Scaled(nn.Module):
-    """Takes a scale from an iterator, and counts in an array; its own, or ones that are given."""
+    """Takes a scale from an iterator."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.source, self.counts = source, np.ones(2)
+        self.source = iter([2.0, 2.0])
 
-    def forward(self, x: Tensor, source: Any = None, counts: Any = None) -> Tensor:
-        counts = self.counts if counts is None else counts
-        counts += 1
-        return x.sin() * next(self.source if source is None else source) * counts.sum()
-
-
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("own", [True, False], ids=["attributes", "arguments"])
-def test_iterators_and_arrays_are_taken_from_once(source: str, own: bool) -> None:
-    module = Scaled(SOURCES[source]())
-    given = () if own else (module.source, module.counts)
-    for number in range(2):
-        x = torch.ones(4, 16, requires_grad=True)
-        vramx.checkpoint(module, x * 1.0, *given, level="keep").sum().backward()
-        assert module.counts.tolist() == [number + 2.0] * 2
-        torch.testing.assert_close(x.grad, (number + 2) ** 2 * 2 * x.detach().cos())
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() * next(self.source)
 
 
 def test_a_tensor_that_is_counted_up_in_an_argument_is_an_error() -> None:
@@ -118,7 +69,7 @@ class Handle:
 def test_what_is_closed_when_it_goes_is_not_copied(way: str) -> None:
     Handle.closed = 0
     handle = types.SimpleNamespace(inner=Handle())
-    module = Scaled(iter([2.0, 2.0]))
+    module = Scaled()
     module.handle = handle
     region: Callable[..., Tensor] = {
         "attribute": module,
@@ -143,62 +94,18 @@ def test_what_is_large_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
             f"vramx.recompute.{name}.another", lambda x: copied.append(getattr(x, "nbytes", 0)) or x
         )
     data = types.SimpleNamespace(tokens=np.zeros(MOST_BYTES + 1, np.uint8), batches=[])
-    module = Scaled(iter([2.0]))
+    module = Scaled()
     module.data, module.table = data, torch.zeros(MOST_BYTES // 4 + 1)
     vramx.checkpoint(lambda x: module(x) * (data.tokens[0] + 1), activation(), level="keep")
     assert max(copied, default=0) <= MOST_BYTES
     # Together, too; and nothing in each call of what no note can be taken of.
     copied.clear()
-    module = Scaled(iter([2.0, 2.0]))
+    module = Scaled()
     for i in range(3):
         setattr(module, f"table{i}", torch.zeros(MOST_BYTES // 8))
     few = types.SimpleNamespace(table=module.table0)
     vramx.checkpoint(lambda x: module(x) * few.table[0], activation(), level="keep")
     assert MOST_BYTES // 2 <= sum(copied) <= 1.1 * MOST_BYTES
-
-
-class Counts(nn.Module):
-    """Counts its calls in a state of several modules, or in the module that it is a part of."""
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        object.__setattr__(self, "state", state)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.state.calls += 1
-        self.state.log.append(self.state.calls)
-        return self.layer(x * self.state.calls).sin()
-
-
-class Parent(nn.Module):
-    def __init__(self, *, is_state: bool) -> None:
-        super().__init__()
-        self.calls, self.log = 0, list[int]()
-        self.shared = types.SimpleNamespace(calls=0, log=list[int]())
-        state = self if is_state else self.shared
-        self.parts = nn.ModuleList(Counts(state) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
-@pytest.mark.parametrize("is_state", [True, False], ids=["parent", "shared"])
-@pytest.mark.parametrize("where", [Parent, Counts])
-def test_what_modules_share_counts_once_a_call(where: type[nn.Module], is_state: bool) -> None:
-    found = []
-    for level in (None, "keep"):
-        torch.manual_seed(0)
-        net = Parent(is_state=is_state)
-        if level is not None:
-            vramx.checkpoint_modules(net, where, level=level)
-        for _ in range(2):
-            net(torch.ones(2, WIDTH)).sum().backward()
-        state = net if is_state else net.shared
-        found.append([*(p.grad for p in net.parameters()), torch.tensor(state.log)])
-    check_near(*found, "keep")
 
 
 class Program:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from checkpoint_tools import LEVELS, SMALL, WIDTH, check_near, quiet, seeds
@@ -77,14 +75,6 @@ def lists() -> tuple[Hook, Any]:
     return lambda _, __, y: outputs.append(y.detach()), lambda: len(outputs)
 
 
-def lists_by_name() -> tuple[Hook, Any]:
-    outputs: dict[str, list[Tensor]] = defaultdict(list)
-    return (
-        lambda part, _, y: outputs[type(part).__name__].append(y.detach()),
-        lambda: [len(each) for each in outputs.values()],
-    )
-
-
 def lists_of_a_file() -> tuple[Hook, Any]:
     NAMED.clear()
 
@@ -105,46 +95,7 @@ def a_counter_that_scales() -> tuple[Hook, Any]:
     return hook, lambda: count
 
 
-class Notes:
-    def __init__(self) -> None:
-        self.calls, self.seen = 0, list[int]()
-
-    def note(self, _: Any, __: Any, y: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen.append(self.calls)
-        return y * (1 + self.calls / 10)
-
-    __call__ = note
-
-
-def a_method() -> tuple[Hook, Any]:
-    notes = Notes()
-    return notes.note, lambda: (notes.calls, notes.seen)
-
-
-def an_object() -> tuple[Hook, Any]:
-    notes = Notes()
-    return notes, lambda: (notes.calls, notes.seen)
-
-
-def a_method_of_a_model() -> tuple[Hook, Any]:
-    class Outer(nn.Module):
-        note, __call__ = Notes.note, Notes.note
-
-    outer = Outer()
-    outer.calls, outer.seen = 0, []
-    return outer.note, lambda: (outer.calls, outer.seen)
-
-
-def noise() -> tuple[Hook, Any]:
-    own, old = torch.Generator().manual_seed(0), numpy.random.RandomState(0)
-    return lambda _, __, y: y * torch.rand(y.shape, generator=own) + old.rand(), None
-
-
-HOOKS = (
-    *(lists, lists_by_name, lists_of_a_file, a_counter_that_scales, a_method, an_object),
-    *(a_method_of_a_model, noise),
-)
+HOOKS = (lists, lists_of_a_file, a_counter_that_scales)
 
 
 @pytest.mark.parametrize("make", HOOKS)
