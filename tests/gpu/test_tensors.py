@@ -18,19 +18,14 @@ pytestmark = pytest.mark.gpu
 # --- tensors and their storages -------------------------------------------------------------------
 
 
-def test_a_tensor_without_elements_has_no_memory() -> None:
+def test_a_tensor_without_elements_has_no_memory_and_grows() -> None:
     before = torch.cuda.memory_allocated()
     empty = torch.empty(0, device="cuda")
     assert empty.data_ptr() == 0
     assert torch.cuda.memory_allocated() == before
     assert torch.cat([empty, torch.ones(3, device="cuda")]).tolist() == [1.0] * 3
     assert (empty + 1).sum().item() == 0
-
-
-def test_a_tensor_without_elements_grows() -> None:
-    tensor = torch.empty(0, dtype=torch.uint8, device="cuda")
-    tensor.resize_(MIB).fill_(3)
-    assert holds(tensor, 3)
+    assert holds(empty.resize_(MIB).fill_(3), 3)
 
 
 def test_a_storage_gives_its_memory_up_and_takes_it_again() -> None:
@@ -180,6 +175,12 @@ def test_cudnn_benchmark_works_with_changing_shapes() -> None:
 # --- the profiler ---------------------------------------------------------------------------------
 
 
+def profiled(**options: bool) -> Any:
+    """Return a profile of memory on the host, as a context."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    return torch.profiler.profile(activities=activities, profile_memory=True, **options)
+
+
 def memory_events(profile: Any) -> list[int]:
     """Return the bytes of each allocation and, negative, of each free on the GPU."""
     return [
@@ -191,8 +192,7 @@ def memory_events(profile: Any) -> list[int]:
 
 def test_the_profilers_memory_events_add_up() -> None:
     before = torch.cuda.memory_allocated()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with profiled() as profile:
         kept, dropped = block(32 * MIB), block(64 * MIB)
         del dropped
     assert sorted(memory_events(profile)) == [-64 * MIB, 32 * MIB, 64 * MIB]
@@ -201,16 +201,14 @@ def test_the_profilers_memory_events_add_up() -> None:
 
 
 def test_the_profiler_sees_a_free_before_any_allocation() -> None:
-    activities = [torch.profiler.ProfilerActivity.CPU]
     dropped = block(32 * MIB)
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with profiled() as profile:
         del dropped
     assert memory_events(profile) == [-32 * MIB]
 
 
 def test_the_profilers_table_shows_memory_by_operator() -> None:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with profiled() as profile:
         kept = block(32 * MIB)
     by_name = {each.key: each.self_device_memory_usage for each in profile.key_averages()}
     assert by_name["aten::empty"] == 32 * MIB
@@ -218,12 +216,7 @@ def test_the_profilers_table_shows_memory_by_operator() -> None:
 
 
 def test_torchs_memory_viz_plots_a_profile() -> None:
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU],
-        profile_memory=True,
-        record_shapes=True,
-        with_stack=True,
-    ) as profile:
+    with profiled(record_shapes=True, with_stack=True) as profile:
         kept = block(32 * MIB, 3) + 1
     assert '"base64"' in profile_plot(profile)
     del kept
