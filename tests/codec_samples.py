@@ -13,14 +13,21 @@ chance.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vramx.compression.config import Format
+from vramx.compression.config import ROUNDINGS, Format
 
+FORMATS = [
+    Format(bits, size, symmetric, rounding)
+    for (bits, size), symmetric, rounding in itertools.product(
+        [(8, 128), (4, 64), (8, 16), (4, 1024)], [True, False], ROUNDINGS
+    )
+]
 NUMEL = 4096
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch import nn
 
 from vramx.compression import session
 from vramx.compression.codec import codec
+from vramx.compression.hooks import compress
 from vramx.compression.saved import decoded_copies
 from vramx.compression.session import PlainCodec
+from vramx.compression.stats import CompressionStats
 
 
 class Attention(nn.Module):
@@ -73,6 +75,14 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def worst_cosine(found: Iterable[torch.Tensor], exact: Iterable[torch.Tensor]) -> float:
+    """Return the least cosine of a gradient with the exact one."""
+    return min(
+        float(functional.cosine_similarity(a.double().flatten(), b.double().flatten(), 0))
+        for a, b in zip(found, exact, strict=True)
+    )
+
+
 def held_bytes(function: Callable[[], Any]) -> tuple[int, Any]:
     """Return the bytes of host memory that a call of `function` took and did not give back."""
     # The first run of a profiler allocates for itself.
@@ -101,6 +111,19 @@ def recorded_packs(monkeypatch: Any) -> Iterator[list[torch.Tensor]]:
     with monkeypatch.context() as patch:
         patch.setattr(PlainCodec, "encode", encode)
         yield packed
+
+
+def packs_of(
+    function: Callable[[], Any], monkeypatch: Any, **options: Any
+) -> tuple[list[torch.Tensor], CompressionStats]:
+    """Return what a call packs, and its counts; what the call gives is held till its end."""
+    with (
+        recorded_packs(monkeypatch) as packed,
+        compress(**{"min_bytes": 0, **options}) as stats,
+    ):
+        result = function()
+    del result
+    return packed, stats
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ moved_in_a_step().
 
 from __future__ import annotations
 
+import pytest
 import torch
 from fake_link import BLOCK_BYTES, FakeLink
 
@@ -21,6 +22,29 @@ LIMIT_BYTES = 256 * MIB
 def stash_on(link: FakeLink, share: str | float = 1.0, window_blocks: int = 2) -> Stash:
     pool = HostPool(link.pin, LIMIT_BYTES)
     return Stash(share, link, pool, window_bytes=window_blocks * BLOCK_BYTES)
+
+
+def copying_in(copy_ms: float) -> FakeLink:
+    """Return a link that copies a block in so many milliseconds."""
+    link = FakeLink()
+    link.bytes_per_ms = BLOCK_BYTES / copy_ms
+    return link
+
+
+@pytest.fixture
+def link() -> FakeLink:
+    return FakeLink()
+
+
+@pytest.fixture
+def stash(link: FakeLink) -> Stash:
+    return stash_on(link)
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time copies of any size."""
+    monkeypatch.setattr("vramx.compression.offload.budget._TIMED_BYTES", 1)
 
 
 def forward(link: FakeLink, stash: Stash, count: int = 8) -> list[Ticket]:

@@ -1,6 +1,6 @@
 """Differentiate every operation that torch's own tests know, with compression and without.
 
-Run as a program, by test_compress_exactness.py: importing torch.testing._internal changes settings
+Run as a program, by test_compress_policy.py: importing torch.testing._internal changes settings
 of the whole process. Prints one JSON object: for each operation that packed something, the largest
 error of a gradient and whether one lost its finite values; and how many operations were run. Those
 that are named as arguments are run once more, packed as if the backward of all were smooth.

@@ -7,7 +7,9 @@ keeps what was there before, which is poison.
 
 from __future__ import annotations
 
+import copy
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +26,8 @@ from vramx.optimizers.states import plain_tensors
 POISON = 0xDD
 LEAST_BYTES = 64  # of a state that is moved
 
+Both = Callable[[torch.optim.Optimizer, list[nn.Parameter]], Any]
+
 
 class LateLink:
     """A transport on the host. `forgets` names a wait that it drops."""
@@ -34,6 +38,7 @@ class LateLink:
         self.pending: dict[Lane, list[Callable[[], Any]]] = {lane: [] for lane in Lane}
         self.done: dict[Lane, int] = dict.fromkeys(Lane, 0)
         self.copies = 0
+        self.allocated: list[tuple[int, weakref.ref[Tensor]]] = []
         self.pool = pinned.HostPool(self.pin, 1 << 40)
         self.transport = self
         self.lock = threading.Lock()
@@ -44,8 +49,16 @@ class LateLink:
     def capturing(self) -> bool:
         return False
 
+    def has(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies in the host's memory."""
+        slabs = [slab.memory for slab in self.pool._slabs]
+        at = tensor.data_ptr()
+        return any(slab.data_ptr() <= at < slab.data_ptr() + slab.numel() for slab in slabs)
+
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.full((nbytes,), POISON, dtype=torch.uint8)
+        slot = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        self.allocated.append((nbytes, weakref.ref(slot)))
+        return slot
 
     def pin(self, nbytes: int) -> Tensor:
         if self.host_is_full:
@@ -224,12 +237,14 @@ def give_gradients(to: list[nn.Parameter], seed: int, *, without: int | None = N
 class Pair:
     """Two trainings that are alike but for where the states are."""
 
-    def __init__(self, make: Any = "adamw", *, offload: bool = True) -> None:
+    def __init__(self, make: Any = "adamw", *, offload: bool = True, steps: int = 0) -> None:
         made = OPTIMIZERS[make] if isinstance(make, str) else make
         self.plain, self.streamed = parameters(), parameters()
         self.optimizer, self.offloaded = made(self.plain), made(self.streamed)
+        self.sides = (self.optimizer, self.plain), (self.offloaded, self.streamed)
         if offload:
             self.offload()
+        self.step(*range(steps))
 
     def offload(self) -> None:
         """Give the states up in some buckets; counters stay."""
@@ -238,10 +253,21 @@ class Pair:
 
     def step(self, *seeds: int, without: int | None = None) -> None:
         for seed in seeds:
-            give_gradients(self.plain, seed, without=without)
-            give_gradients(self.streamed, seed, without=without)
-            self.optimizer.step()
-            self.offloaded.step()
+            for optimizer, own in self.sides:
+                give_gradients(own, seed, without=without)
+                optimizer.step()
+
+    def load(self, state_dict: Any, weights: list[nn.Parameter]) -> None:
+        """Resume on both sides from what one of another pair has saved."""
+        for optimizer, own in self.sides:
+            for p, q in zip(own, weights, strict=True):
+                p.data.copy_(q.data)
+            optimizer.load_state_dict(copy.deepcopy(state_dict))
+
+    def change(self, change: Both) -> None:
+        """Do to both what a program does between two steps."""
+        for optimizer, own in self.sides:
+            change(optimizer, own)
 
     def expect_alike(self) -> None:
         expect_alike(self.plain, self.streamed)

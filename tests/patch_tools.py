@@ -59,6 +59,7 @@ def gradients(net: nn.Module) -> list[torch.Tensor]:
 
 def error(found: list[Any], expected: list[Any]) -> float:
     """Return the error of all gradients together, relative to their norm."""
+    assert len(found) == len(expected) > 0
     both = [torch.cat([gradient.flatten() for gradient in each]) for each in (found, expected)]
     return float((both[0] - both[1]).norm() / both[1].norm())
 

@@ -95,15 +95,6 @@ def hyperbolic(m: Any, h: Tensor) -> Tensor:
     )
 
 
-@program(linear())
-def sinkhorn(m: Any, h: Tensor) -> Tensor:
-    c = m.a(h) @ h.mT * 3
-    for _ in range(5):
-        c = c - c.logsumexp(-1, keepdim=True)
-        c = c - c.logsumexp(-2, keepdim=True)
-    return c.exp() @ h
-
-
 @program(linear(32), linear(64, 32))
 def gumbel(m: Any, h: Tensor) -> Tensor:
     return (
@@ -266,3 +257,23 @@ def maxout(m: Any, h: Tensor) -> Tensor:
 def lstm_saturated(m: Any, h: Tensor) -> Tensor:
     h, (_, c) = m.a(h * 40)
     return h + c.tanh()[0][:, None]
+
+
+def _wkv(k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+    """rwkv: a running maximum keeps exponentials in bounds."""
+    above, below = torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0])
+    largest, results = torch.full_like(k[:, 0], -1e9), []
+    for t in range(k.shape[1]):
+        new = torch.maximum(largest, k[:, t])
+        old, one = (largest - new).exp(), (k[:, t] - new).exp()
+        above, below = old * above + one * v[:, t], old * below + one
+        results.append(above / below)
+        largest = new - decay
+    return torch.stack(results, 1)
+
+
+@program(linear(192), lambda: nn.Parameter(torch.zeros(64)), linear())
+def time_mixing(m: Any, h: Tensor) -> Tensor:
+    k, v, r = m.a(h - 0.5 * h.roll(1, 1)).chunk(3, -1)
+    mixed = _wkv(k * 3, v, F.softplus(m.b))
+    return m.c(r.sigmoid() * mixed) + F.relu(k).square()

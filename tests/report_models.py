@@ -235,12 +235,6 @@ def merged_adapter(m: Any, h: Tensor) -> Tensor:
     return m.b(F.silu(F.linear(h, merged, m.a.base.bias)) * apart)
 
 
-@program(linear(), linear())
-def random_slopes(m: Any, h: Tensor) -> Tensor:
-    """pytorch#193671: what is saved is filled after it was saved."""
-    return m.b(F.rrelu(m.a(h), 0.1, 0.9, training=m.training))
-
-
 class Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -299,23 +293,3 @@ def own_hooks(m: Any, h: Tensor) -> Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
         h = h + F.silu(m.b(h)) * h
     return m.c(h.sigmoid())
-
-
-def _wkv(k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
-    """rwkv: a running maximum keeps exponentials in bounds."""
-    above, below = torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0])
-    largest, results = torch.full_like(k[:, 0], -1e9), []
-    for t in range(k.shape[1]):
-        new = torch.maximum(largest, k[:, t])
-        old, one = (largest - new).exp(), (k[:, t] - new).exp()
-        above, below = old * above + one * v[:, t], old * below + one
-        results.append(above / below)
-        largest = new - decay
-    return torch.stack(results, 1)
-
-
-@program(linear(192), lambda: nn.Parameter(torch.zeros(64)), linear())
-def time_mixing(m: Any, h: Tensor) -> Tensor:
-    k, v, r = m.a(h - 0.5 * h.roll(1, 1)).chunk(3, -1)
-    mixed = _wkv(k * 3, v, F.softplus(m.b))
-    return m.c(r.sigmoid() * mixed) + F.relu(k).square()

@@ -186,10 +186,9 @@ def test_what_keeps_inputs_exact_is_named_once() -> None:
         warnings.simplefilter("always")
         for rows in (4, 8, 8):
             vramx.checkpoint(chosen, activation(rows, 16), level=SMALL)
-    texts = [str(warning.message) for warning in seen if warning.category is VramxWarning]
-    assert len(texts) == 1
-    assert "keeps the inputs of test_what_keeps" in texts[0]
-    assert "aten::relu is not known to be smooth" in texts[0]
+    (text,) = (str(warning.message) for warning in seen if warning.category is VramxWarning)
+    assert "keeps the inputs of test_what_keeps" in text
+    assert "aten::relu is not known to be smooth" in text
 
 
 class Switch(nn.Module):

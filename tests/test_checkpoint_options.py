@@ -1,8 +1,9 @@
-"""vramx.checkpoint does what torch's does, in all but what it keeps of the inputs."""
+"""vramx.checkpoint does what torch's does, but for what it keeps of the inputs; within it, too."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,20 +27,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import vramx
-from vramx.compression.config import Compression
+from vramx.compression import enclosing
 
 __all__ = ["packs", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds")
-
-
-def test_dropout_is_recomputed_with_the_same_mask() -> None:
-    x = activation(64, WIDTH).abs() + 1  # so that only dropout makes zeros
-    leaf = torch.ones(64, WIDTH, requires_grad=True)
-    y = vramx.checkpoint(lambda a, b: nn.functional.dropout(a * b, 0.5), x, leaf, level=SMALL)
-    y.sum().backward()
-    assert torch.equal(leaf.grad != 0, y.detach() != 0)
 
 
 def test_rng_state_is_not_restored_when_told_so() -> None:
@@ -116,23 +110,6 @@ def test_what_torch_refuses_is_refused(options: dict[str, Any], words: str) -> N
         vramx.checkpoint(Block(), activation(), level=SMALL, **options)
 
 
-def test_retain_graph_recomputes_twice_and_gives_the_same() -> None:
-    block, leaf = Block(), torch.randn(32, WIDTH, requires_grad=True)
-    y = vramx.checkpoint(block, leaf * 1.0, level=SMALL).square().sum()
-    (first,) = torch.autograd.grad(y, leaf, retain_graph=True)
-    (second,) = torch.autograd.grad(y, leaf)
-    assert torch.equal(first, second)
-
-
-def test_an_input_changed_in_place_is_seen_where_it_was_kept() -> None:
-    x = activation(8, 16)
-    y = vramx.checkpoint(torch.sin, x, level=Compression(min_bytes=1 << 20))
-    with torch.no_grad():
-        x.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
 def test_an_input_changed_in_place_does_no_harm_where_it_was_packed() -> None:
     x = activation(8, 16)
     leaf = torch.zeros(8, 16, requires_grad=True)
@@ -170,3 +147,53 @@ def test_under_no_grad_it_is_a_plain_call(packs: Packs) -> None:
     with torch.no_grad():
         y = vramx.checkpoint(torch.sin, activation(8, 16), level=SMALL)
     assert (y.requires_grad, packs.sizes) == (False, [])
+
+
+# -- Within another checkpoint, or within compress() ----------------------------------------------
+
+
+@pytest.mark.parametrize("outer", [torch_checkpoint, vramx.checkpoint])
+def test_within_a_checkpoint_nothing_is_packed(outer: Callable[..., Any], packs: Packs) -> None:
+    block = Block()
+    block.register_buffer("unread", torch.ones(1))
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return vramx.checkpoint(block, x.sin(), level=SMALL)
+
+    own = {"level": SMALL} if outer is vramx.checkpoint else {}
+    x = activation()
+    outer(region, x, use_reentrant=False, **own).sum().backward()
+    assert packs.sizes == ([x.numel()] if own else []), (
+        "the inner inputs are the outer's to recompute"
+    )
+
+
+def test_within_compress_inputs_are_packed_once_as_the_checkpoint_says(packs: Packs) -> None:
+    block = Block()
+    exact = gradients(block, block)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with vramx.compress(level="int4", min_bytes=0) as stats:
+            y = vramx.checkpoint(block, x, level=SMALL)
+        assert stats.packed.tensors == 0, "the context packed what the checkpoint keeps"
+        return y
+
+    packed = gradients(run, block)
+    assert packs.sizes == [32 * WIDTH]
+    assert cosine(exact, packed) > 0.999
+
+
+def test_a_checkpoint_is_seen_by_its_frames_where_torch_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch, packs: Packs
+) -> None:
+    """As before torch 2.8."""
+    monkeypatch.setattr(enclosing, "_top_hooks", None)
+    block = Block()
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return vramx.checkpoint(block, x.sin(), level=SMALL)
+
+    torch_checkpoint(region, activation(), use_reentrant=False).sum().backward()
+    assert packs.sizes == []
+    region(activation()).sum().backward()
+    assert packs.sizes == [32 * WIDTH]

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_tools import SMALL, quiet, seeds
+from checkpoint_tools import LEVELS, SMALL, check_near, plain, quiet, seeds
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
 from vramx.compression import enclosing
-from vramx.compression.config import Compression
 from vramx.recompute.structure import flatten
 
 __all__ = ["quiet", "seeds"]
@@ -110,10 +109,7 @@ def test_a_program_has_its_gradient(name: str) -> None:
     expected = gradient(PROGRAMS[name])
     for _ in range(2):
         found = gradient(lambda x: vramx.checkpoint(PROGRAMS[name], x, level=SMALL))
-        if name in SMOOTH:
-            assert F.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.999
-        else:
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        check_near([found], [expected], SMALL if name in SMOOTH else "keep")
 
 
 def test_results_of_any_form_come_back() -> None:
@@ -125,11 +121,8 @@ def test_results_of_any_form_come_back() -> None:
         assert (result.steps, result.others["rest"][1:]) == (2, [None, "a"])
         return result.y + result.others["rest"][0]
 
-    expected = gradient(lambda x: run(x, region))
-    found = gradient(
-        lambda x: run(x, lambda *a, **k: vramx.checkpoint(region, *a, level=SMALL, **k))
-    )
-    assert F.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.999
+    found = gradient(lambda x: run(x, partial(vramx.checkpoint, region, level=SMALL)))
+    check_near([found], [gradient(lambda x: run(x, region))])
 
 
 def test_an_input_that_the_region_changes_is_refused_as_in_torch() -> None:
@@ -149,9 +142,8 @@ def test_a_layer_is_its_own_on_every_call_of_a_recurrence() -> None:
             x = call(cell, x)
         return x
 
-    exact = gradient(lambda x: run(x, lambda f, y: f(y)))
-    found = gradient(lambda x: run(x, lambda f, y: vramx.checkpoint(f, y, level=SMALL)))
-    torch.testing.assert_close(found, exact, rtol=0, atol=0)
+    found = gradient(lambda x: run(x, partial(vramx.checkpoint, level=SMALL)))
+    check_near([found], [gradient(lambda x: run(x, plain))], "keep")
 
 
 # What is done to a sparse matrix of neighbours ahead of its product: it has no storage to look at.
@@ -198,7 +190,7 @@ ENDS_UNFILLED: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("level", ["keep", Compression(min_bytes=0)])
+@LEVELS
 @pytest.mark.parametrize("name", ENDS_UNFILLED)
 def test_noise_that_is_saved_before_it_is_drawn_is_drawn_again(name: str, level: Any) -> None:
     def gradient_of(run: Callable[[Tensor], Any]) -> Tensor:
@@ -210,9 +202,8 @@ def test_noise_that_is_saved_before_it_is_drawn_is_drawn_again(name: str, level:
         return leaf.grad
 
     function = ENDS_UNFILLED[name]
-    expected = gradient_of(function)
     found = gradient_of(lambda x: vramx.checkpoint(function, x, level=level))
-    assert torch.equal(found, expected)
+    assert torch.equal(found, gradient_of(function))
 
 
 def test_noise_of_slopes_is_kept_whatever_a_policy_says() -> None:
@@ -225,8 +216,8 @@ def test_noise_of_slopes_is_kept_whatever_a_policy_says() -> None:
     assert torch.allclose(found, slopes)
 
 
-@pytest.mark.parametrize("level", ["keep", "int8"])
-def test_forward_differentiation_through_a_region_is_exact(level: str) -> None:
+@LEVELS
+def test_forward_differentiation_through_a_region_is_exact(level: Any) -> None:
     layer, x, v = nn.Linear(8, 8), torch.randn(4, 8), torch.randn(4, 8)
 
     def gradient(run: Callable[..., Any]) -> torch.Tensor:
@@ -238,6 +229,4 @@ def test_forward_differentiation_through_a_region_is_exact(level: str) -> None:
         assert layer.weight.grad is not None
         return layer.weight.grad.clone()
 
-    expected = gradient(lambda function, t: function(t))
-    options = level if level == "keep" else Compression(min_bytes=0)
-    assert torch.equal(gradient(partial(vramx.checkpoint, level=options)), expected)
+    assert torch.equal(gradient(partial(vramx.checkpoint, level=level)), gradient(plain))

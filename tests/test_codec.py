@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from codec_samples import FORMATS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,12 +24,6 @@ from vramx.compression.codec.codec import Packed, layout_of, pack, unpack
 from vramx.compression.config import MASK_FORMAT, ROUNDINGS, Format
 from vramx.errors import InvalidValueError
 
-FORMATS = [
-    Format(bits, size, symmetric, rounding)
-    for (bits, size), symmetric, rounding in itertools.product(
-        [(8, 128), (4, 64), (8, 16), (4, 1024)], [True, False], ROUNDINGS
-    )
-]
 EXPERIMENTS = [
     Format(bits, 32, symmetric, rounding)
     for bits, symmetric, rounding in itertools.product([2, 3, 5, 6, 7], [True, False], ROUNDINGS)

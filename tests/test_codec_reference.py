@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
+from codec_samples import FORMATS
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -14,12 +13,6 @@ from vramx.compression.codec import reference
 from vramx.compression.codec.codec import layout_of
 from vramx.compression.config import ROUNDINGS, Format
 
-FORMATS = [
-    Format(bits, size, symmetric, rounding)
-    for (bits, size), symmetric, rounding in itertools.product(
-        [(8, 128), (4, 64), (8, 16), (4, 1024)], [True, False], ROUNDINGS
-    )
-]
 # Philox4x32: rounds, counter, key, output. Source: Random123 1.14, tests/kat_vectors.
 KNOWN_ANSWERS = [
     (7, "00000000 " * 4, "00000000 " * 2, "5f6fb709 0d893f64 4f121f81 4f730a48"),

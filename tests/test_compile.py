@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from compress_tools import relative_error
 from torch import fx, nn
 from torch._dynamo.utils import counters
 
@@ -50,8 +51,10 @@ def gradients(model: Any, call: Any, x: torch.Tensor, within: Any = None) -> tor
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
+def error_of(model: Any, call: Any, x: torch.Tensor, program: Any = None) -> float:
+    """Return the error of what a compiled call's gradients are with codes."""
+    found = gradients(model, call, x, compressed_graphs(SMALL))
+    return relative_error(found, gradients(model, program or model, x))
 
 
 def saved_dtypes(y: torch.Tensor) -> list[torch.dtype]:
@@ -67,9 +70,8 @@ def test_a_whole_graph_keeps_codes(bits: int, bound: float) -> None:
     model, x = net(), torch.randn(64, WIDTH)
     compiled = torch.compile(model, backend="aot_eager")
     options = Compression(level=f"int{bits}", min_bytes=0)
-    exact = gradients(model, model, x)
     found = gradients(model, compiled, x, compressed_graphs(options))
-    assert 0 < relative_error(found, exact) < bound
+    assert 0 < relative_error(found, gradients(model, model, x)) < bound
     with compressed_graphs(options):
         dtypes = saved_dtypes(compiled(x))
     assert dtypes.count(torch.uint8) == 3, "two inputs of activations, and one of a linear layer"
@@ -99,9 +101,8 @@ def test_what_a_compiler_takes_apart_keeps_codes(
     model = nn.Sequential(nn.Linear(WIDTH, width), activation(), nn.Linear(256, WIDTH)).to(dtype)
     x = torch.randn(64, WIDTH, dtype=dtype)
     compiled = torch.compile(model, backend="aot_eager_decomp_partition")
-    found = gradients(model, compiled, x, compressed_graphs(SMALL))
     # Beside the 1 % of 8 bits, that of bfloat16, which torch rounds to after each operation.
-    assert 0 < relative_error(found, gradients(model, model, x)) < 0.02
+    assert 0 < error_of(model, compiled, x) < 0.02
     with compressed_graphs(SMALL):
         dtypes = saved_dtypes(compiled(x))
     assert dtypes.count(torch.uint8) == 2, "the activation's argument and its result"
@@ -139,9 +140,7 @@ def test_sizes_that_change_compile_once_more_and_no_oftener() -> None:
     model = net()
     compiled = torch.compile(model, backend="aot_eager")
     for rows in (64, 48, 80):
-        x = torch.randn(rows, WIDTH)
-        found = gradients(model, compiled, x, compressed_graphs(SMALL))
-        assert relative_error(found, gradients(model, model, x)) < 0.02
+        assert error_of(model, compiled, torch.randn(rows, WIDTH)) < 0.02
     assert counters["stats"]["unique_graphs"] == 2
 
 
@@ -155,10 +154,7 @@ def test_a_size_that_a_tensor_has_twice_may_change() -> None:
 
     compiled = torch.compile(program, backend="aot_eager", dynamic=True)
     for rows in (32, 48):
-        x = torch.randn(rows, WIDTH)
-        found = gradients(linear, compiled, x, compressed_graphs(SMALL))
-        exact = gradients(linear, program, x)
-        assert 0 < relative_error(found, exact) < 0.02
+        assert 0 < error_of(linear, compiled, torch.randn(rows, WIDTH), program) < 0.02
 
 
 @inlines
@@ -272,8 +268,7 @@ def test_a_context_that_is_not_enabled_does_nothing(monkeypatch: pytest.MonkeyPa
 def test_inductor_gives_the_gradient() -> None:
     model, x = net(), torch.randn(64, WIDTH)
     compiled = torch.compile(model)
-    found = gradients(model, compiled, x, compressed_graphs(SMALL))
-    assert 0 < relative_error(found, gradients(model, model, x)) < 0.02
+    assert 0 < error_of(model, compiled, x) < 0.02
     with compressed_graphs(SMALL):
         assert torch.uint8 in saved_dtypes(compiled(x))
 

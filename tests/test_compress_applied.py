@@ -3,6 +3,8 @@
 The stand-in for `apply` is a function in C that calls back; every release shows it.
 """
 
+# ruff: noqa: PLW0108 - what a function of its own calls is what is tested
+
 from __future__ import annotations
 
 import functools
@@ -51,61 +53,38 @@ sees_locals = pytest.mark.skipif(
 )
 
 
-def by_name(looks: Looks) -> None:
-    repr(looks)
-
-
-def by_attributes(looks: Looks) -> None:
-    here.held.apply(looks)
-
-
-def by_a_method(looks: Looks) -> None:
-    owner.apply(looks)  # a function in C binds to nothing
-
-
 def by_a_local_name(looks: Looks) -> None:
     local = here
     local.apply(looks)
 
 
-def in_lines(looks: Looks) -> None:
-    len(here.held.apply(looks))
+NAMED: dict[str, Callable[[Looks], Any]] = {
+    "by name": lambda looks: repr(looks),
+    "by attributes": lambda looks: here.held.apply(looks),
+    "by a method": lambda looks: owner.apply(looks),  # a function in C binds to nothing
+    "within another": lambda looks: len(here.held.apply(looks)),
+    "within others": lambda looks: len(here.apply(looks)) + len("other"),
+    "unpacked": lambda looks: here.apply(*[looks]),
+}
+UNKNOWN: dict[str, Callable[[Looks], Any]] = {
+    "of a call": lambda looks: functools.partial(repr)(looks),
+    "of an item": lambda looks: [repr][0](looks),
+    "by another in C": lambda looks: list(map(repr, [looks])),
+}
 
 
-def within_others(looks: Looks) -> int:
-    return len(here.apply(looks)) + len("other")
-
-
-def unpacked(looks: Looks) -> None:
-    here.apply(*[looks])
-
-
-CALLS = (
-    *(by_name, by_attributes, by_a_method, in_lines, within_others, unpacked),
-    pytest.param(by_a_local_name, marks=sees_locals),
+@pytest.mark.parametrize(
+    "call",
+    [*NAMED.values(), pytest.param(by_a_local_name, marks=sees_locals)],
+    ids=[*NAMED, "local"],
 )
-
-
-@pytest.mark.parametrize("call", CALLS)
 def test_what_a_frame_calls_is_named(call: Callable[[Looks], Any]) -> None:
     called.clear()
     call(Looks())
     assert called == [repr]
 
 
-def of_a_call(looks: Looks) -> None:
-    functools.partial(repr)(looks)
-
-
-def of_an_item(looks: Looks) -> None:
-    [repr][0](looks)
-
-
-def by_another_in_c(looks: Looks) -> None:
-    list(map(repr, [looks]))
-
-
-@pytest.mark.parametrize("call", [of_a_call, of_an_item, by_another_in_c])
+@pytest.mark.parametrize("call", UNKNOWN.values(), ids=UNKNOWN)
 def test_what_names_alone_do_not_tell_is_unknown(call: Callable[[Looks], Any]) -> None:
     called.clear()
     call(Looks())

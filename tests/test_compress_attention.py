@@ -6,12 +6,13 @@ from the packed value: another would be wrong where keys have a bias or attentio
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as functional
-from compress_tools import input_of, recorded_packs
+from compress_tools import input_of, packs_of, worst_cosine
 from policy_tools import SelfAttention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,16 +35,14 @@ def test_q_and_k_are_kept_and_v_is_packed() -> None:
     attend = functional.scaled_dot_product_attention
     with compress(min_bytes=0) as stats:
         attend(q, k, v)
-    assert stats.kept["policy"].tensors == 2
     assert stats.packed.tensors == 2  # v, and the output is nothing
     assert stats.kept["statistic"].tensors == 1  # the logsumexp
     assert stats.kept["statistic"].kept_bytes == 2 * 4 * 16 * 4
-    with compress(min_bytes=0) as stats:
+    with compress(min_bytes=0) as by_name:
         attend(value=v, key=k, query=q)
-    assert stats.kept["policy"].tensors == 2
-    with torch.autocast("cpu", torch.bfloat16), compress(min_bytes=0) as stats:
+    with torch.autocast("cpu", torch.bfloat16), compress(min_bytes=0) as cast:
         attend(q, k, v)
-    assert stats.kept["policy"].tensors == 2
+    assert [each.kept["policy"].tensors for each in (stats, by_name, cast)] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(("parts", "copies"), [(3, 0), (5, 3)])
@@ -100,12 +99,9 @@ def test_of_attention_by_products_only_the_value_is_packed(
     _, k, v = heads_of(2, 4, length, 16)
     if "attn_mask" in options:
         options = {"attn_mask": options["attn_mask"][:, :length]}
-    with (
-        sdpa_kernel(SDPBackend.MATH),
-        recorded_packs(monkeypatch) as packed,
-        compress(min_bytes=0) as stats,
-    ):
-        functional.scaled_dot_product_attention(q, k, v, **options)
+    with sdpa_kernel(SDPBackend.MATH):
+        attend = functools.partial(functional.scaled_dot_product_attention, q, k, v, **options)
+        packed, stats = packs_of(attend, monkeypatch)
     assert [p.numel() for p in packed] == [v.numel()]
     assert torch.equal(packed[0], v.detach().flatten())
     assert stats.tensors >= 5  # it has saved the weights, twice, and copies of query and key
@@ -132,8 +128,7 @@ def test_a_float_mask_of_attention_is_kept() -> None:
 
 def test_weights_of_attention_that_is_written_out_are_kept_once(monkeypatch: Any) -> None:
     q, k, v = (input_of(2, 4, 32, 16) * i for i in (1, 2, 3))
-    with recorded_packs(monkeypatch) as packed, compress(min_bytes=0) as stats:
-        (q @ k.mT).softmax(-1) @ v
+    packed, stats = packs_of(lambda: (q @ k.mT).softmax(-1) @ v, monkeypatch)
     assert stats.kept["policy"].kept_bytes == 2 * 4 * 32 * 32 * 4
     assert stats.kept["held"].tensors == 1
     assert sorted(p.numel() for p in packed) == [q.numel()] * 3
@@ -165,7 +160,7 @@ class Biased(torch.nn.Module):
         return result
 
 
-def worst_cosine(module: torch.nn.Module, x: Tensor) -> float:
+def worst_cosine_behind_a_bias(module: torch.nn.Module, x: Tensor) -> float:
     """Return the least cosine of a weight's gradient, the mean of three draws."""
     weights = [p for name, p in module.named_parameters() if name.endswith("weight")]
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
@@ -175,32 +170,27 @@ def worst_cosine(module: torch.nn.Module, x: Tensor) -> float:
         with compress(min_bytes=0):
             y = module(x)
         draws.append(torch.autograd.grad(y, weights, dy))
-    return min(
-        sum(float(functional.cosine_similarity(g.flatten(), e.flatten(), 0)) for g in found) / 3
-        for e, *found in zip(exact, *draws, strict=True)
-    )
+    of_each = zip(exact, *draws, strict=True)
+    return min(sum(worst_cosine([g], [e]) for g in found) / 3 for e, *found in of_each)
 
 
 @pytest.mark.parametrize("turns", [False, True], ids=["as they are", "turned"])
 def test_a_bias_of_the_keys_does_not_reach_the_gradients(turns: bool) -> None:
     torch.manual_seed(0)
-    assert worst_cosine(Biased(100.0, turns), input_of(2, 32, 64)) >= 0.999
-
-
-def packed_result(result: attention.Result) -> Tensor:
-    """Return a result that is off by errors of its own."""
-    y = original_open(result)
-    flat = y.transpose(1, 2).reshape(-1)
-    return codec.unpack(codec.pack(flat, Format())).view_as(y.transpose(1, 2)).transpose(1, 2)
-
-
-original_open = attention.Result.open
+    assert worst_cosine_behind_a_bias(Biased(100.0, turns), input_of(2, 32, 64)) >= 0.999
 
 
 def test_a_packed_result_is_found(monkeypatch: Any) -> None:
+    """A result that is off by errors of its own."""
+    original_open = attention.Result.open
+
+    def packed_result(result: attention.Result) -> Tensor:
+        y = original_open(result).transpose(1, 2)
+        return codec.unpack(codec.pack(y.reshape(-1), Format())).view_as(y).transpose(1, 2)
+
     monkeypatch.setattr(attention.Result, "open", packed_result)
     torch.manual_seed(0)
-    assert worst_cosine(Biased(100.0, False), input_of(2, 32, 64)) < 0.999
+    assert worst_cosine_behind_a_bias(Biased(100.0, False), input_of(2, 32, 64)) < 0.999
     assert worst_cosine_where_sharp({}) < 0.999
 
 
@@ -223,9 +213,10 @@ def worst_cosine_where_sharp(options: dict[str, Any], key_heads: int = 4) -> flo
 
     def gradients(leaves: list[Tensor]) -> tuple[Tensor, ...]:
         q, k, v = (x * 1 for x in leaves)
-        y = functional.scaled_dot_product_attention(
-            q, k, v, enable_gqa=key_heads != 4, **_cast(options, q.dtype)
-        )
+        mask = options.get("attn_mask")
+        cast = mask.to(q.dtype) if mask is not None and mask.is_floating_point() else mask
+        options_now = {**options, "attn_mask": cast, "enable_gqa": key_heads != 4}
+        y = functional.scaled_dot_product_attention(q, k, v, **options_now)
         return torch.autograd.grad(y, leaves, dy.to(q.dtype))
 
     exact = gradients([x.detach().double().requires_grad_() for x in leaves])
@@ -234,17 +225,7 @@ def worst_cosine_where_sharp(options: dict[str, Any], key_heads: int = 4) -> flo
     # Before 2.11 torch has no kernel on a processor for heads that are shared.
     in_parts = key_heads != 4 and RELEASE < (2, 11)
     assert stats.packed.tensors >= (1 if in_parts else 2)
-    return min(
-        float(functional.cosine_similarity(a.double().flatten(), b.flatten(), 0))
-        for a, b in zip(found, exact, strict=True)
-    )
-
-
-def _cast(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    mask = options.get("attn_mask")
-    if mask is None or not mask.is_floating_point():
-        return options
-    return {**options, "attn_mask": mask.to(dtype)}
+    return worst_cosine(found, exact)
 
 
 @pytest.mark.parametrize(

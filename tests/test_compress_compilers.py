@@ -19,7 +19,7 @@ import vramx
 from vramx.compression.hooks import compress
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -38,7 +38,6 @@ weights_are_seen = pytest.mark.skipif(
 )
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_what_a_compiled_block_saves_is_kept() -> None:
     compiled, x = torch.compile(Attention(), backend="aot_eager"), input_of(2, 8, 64)
     exact = gradient(compiled, x)
@@ -48,7 +47,6 @@ def test_what_a_compiled_block_saves_is_kept() -> None:
 
 
 @weights_are_seen
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_blocks_inside_a_context_stay_one_graph_each() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     block, x = Block(), input_of(4, 16, 64)
@@ -64,7 +62,6 @@ def test_compiled_blocks_inside_a_context_stay_one_graph_each() -> None:
 
 
 @weights_are_seen
-@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("cast", [False, True])
 def test_of_a_compiled_block_activations_are_packed_and_weights_are_not(
     cast: bool, monkeypatch: Any
@@ -84,7 +81,6 @@ def test_of_a_compiled_block_activations_are_packed_and_weights_are_not(
     assert not [p for p in packed if p.numel() in weights]
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_a_graph_inside_a_context_has_nothing_of_ours() -> None:
     graphs = []
 
@@ -102,7 +98,6 @@ def test_a_graph_inside_a_context_has_nothing_of_ours() -> None:
     assert graphs[0] == graphs[1]
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_eager_parts_between_graphs_compile_nothing_of_ours() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         y = torch.nn.functional.gelu(x)
@@ -121,7 +116,6 @@ def test_eager_parts_between_graphs_compile_nothing_of_ours() -> None:
 
 
 @weights_are_seen
-@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("how", ["instance", "class", "whole"])
 def test_a_compressed_module_compiles_within(how: str) -> None:
     class Wrapped(Block):
@@ -150,7 +144,6 @@ def test_a_compressed_module_compiles_within(how: str) -> None:
     "reason" not in signature(torch.compiler.disable).parameters,
     reason="this torch does not say why a graph may not go on",
 )
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_inside_a_full_graph_it_says_what_to_do() -> None:
     model = nn.Sequential(vramx.compressed_activations(Block(), min_bytes=0))
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"put torch\.compile inside of it"):
@@ -164,7 +157,6 @@ def test_inside_a_full_graph_it_says_what_to_do() -> None:
         torch.compile(function, backend="eager", fullgraph=True)(input_of(8, 8))
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_a_context_within_a_compiled_function_works_with_a_graph_break() -> None:
     context = compress(min_bytes=0)
 

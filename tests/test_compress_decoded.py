@@ -18,24 +18,16 @@ from vramx.compression.saved import Holding, Restored, decoded_copies
 __all__ = ["_nothing_is_left"]  # a fixture
 
 
-def test_consecutive_users_decode_once(monkeypatch: Any) -> None:
-    attention, x = Attention(), input_of(4, 16, 64)
-    with compress(min_bytes=0):
-        y = attention(x).sum()
-    with recorded_decodes(monkeypatch) as decoded:
-        y.backward()
-    # x once for q, k and v; v once for attention and for its output, which is computed again; and
-    # the output for the projection. q and k are kept.
-    assert len(decoded) == len(set(map(id, decoded))) == 3
-    assert len(decoded_copies) == 0
-
-
-def test_a_second_backward_decodes_once_again(monkeypatch: Any) -> None:
+def test_consecutive_users_decode_once_in_each_backward(monkeypatch: Any) -> None:
     attention, x = Attention(), input_of(4, 16, 64)
     with compress(min_bytes=0):
         y = attention(x).sum()
     with recorded_decodes(monkeypatch) as decoded:
         y.backward(retain_graph=True)
+        # x once for q, k and v; v once for attention and for its output, which is computed again;
+        # and the output for the projection. q and k are kept.
+        assert len(decoded) == len(set(map(id, decoded))) == 3
+        assert len(decoded_copies) == 0
         y.backward()
     assert len(decoded) == 6
 

@@ -47,12 +47,11 @@ def _precise_exponentials() -> None:
     torch.rand(1 << 14).exp()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _told_nothing() -> None:
     errors._said.clear()
 
 
-@pytest.mark.usefixtures("_told_nothing")
 def test_the_step_after_the_first_is_exact_and_still_packs(monkeypatch: Any) -> None:
     torch.manual_seed(0)
     net, atoms = Energy(), torch.rand(24, 3) * 2
@@ -78,36 +77,28 @@ def test_the_step_after_the_first_is_exact_and_still_packs(monkeypatch: Any) -> 
     assert not torch.equal(forces_and_gradient(other, atoms)[0], forces)
 
 
-@pytest.mark.usefixtures("_told_nothing")
-def test_a_gradient_penalty_through_a_context_is_told() -> None:
+def test_a_penalty_through_a_context_is_told_and_a_plain_backward_changes_nothing() -> None:
     layer, x = nn.Linear(64, 64), input_of(8, 64)
     context = vramx.compress(min_bytes=0)
-    for expected in (1, 0):
+
+    def packed() -> tuple[int, torch.Tensor]:
         context.stats.reset()
         with context:
-            y = layer(x).tanh()
-        if expected:
-            with pytest.warns(VramxWarning, match="create_graph=True"):
-                torch.autograd.grad(y.sum(), x, create_graph=True)
-        assert context.stats.packed.tensors == 1 + expected
+            y = layer(x).tanh().sum()
         assert "tanh" in context.stats.operations
+        return context.stats.packed.tensors, y
 
-
-@pytest.mark.usefixtures("_told_nothing")
-def test_a_plain_backward_changes_nothing() -> None:
-    layer, x = nn.Linear(64, 64), input_of(8, 64)
-    context = vramx.compress(min_bytes=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            context.stats.reset()
-            with context:
-                y = layer(x).tanh()
-            torch.autograd.grad(y.sum(), x, retain_graph=True)
-            assert context.stats.packed.tensors == 2
+            count, y = packed()
+            torch.autograd.grad(y, x, retain_graph=True)
+            assert count == 2
+    with pytest.warns(VramxWarning, match="create_graph=True"):
+        torch.autograd.grad(y, x, create_graph=True)
+    assert packed()[0] == 1
 
 
-@pytest.mark.usefixtures("_told_nothing")
 def test_a_way_that_keeps_everything_tells_of_the_way_that_packs() -> None:
     layer, x = nn.Linear(64, 64), torch.randn(8, 64, requires_grad=True)
     context = vramx.compress(min_bytes=0)
@@ -135,7 +126,6 @@ class _Recomputes(torch.autograd.Function):
             return torch.autograd.grad(x.sin(), x, grad)[0]
 
 
-@pytest.mark.usefixtures("_told_nothing")
 def test_a_function_that_recomputes_is_no_derivative_of_a_gradient() -> None:
     x, context = input_of(8, 64), vramx.compress(min_bytes=0)
     with context:

@@ -75,14 +75,11 @@ def test_the_batch_and_its_views_take_no_memory(view: str) -> None:
 
 
 def test_what_the_pass_computes_without_a_gradient_is_packed() -> None:
-    """Nobody else holds what a frozen layer returns, or what is drawn inside."""
+    """Nobody else holds what a frozen layer returns, what is drawn inside, or a batch's cast."""
     frozen, layer = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)
-    assert saved_reason(lambda: layer(frozen(torch.randn(8, 64)))) == {"packed": 1}
+    x = torch.randn(8, 64)
+    assert saved_reason(lambda: layer(frozen(x))) == {"packed": 1}
     assert saved_reason(lambda: input_of(8, 64) * torch.randn(8, 64))["packed"] == 1
-
-
-def test_the_cast_of_a_batch_is_packed() -> None:
-    layer, x = nn.Linear(64, 64), torch.randn(8, 64)
     with torch.autocast("cpu", torch.bfloat16):
         assert saved_reason(lambda: layer(x)).get("packed") == 1
 

@@ -46,23 +46,47 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def hooked(
+    function: Callable[[torch.Tensor], Any], *level: str, min_bytes: int = 64
+) -> Callable[[torch.Tensor], Any]:
+    def call(x: torch.Tensor) -> None:
+        with compress(*level, min_bytes=min_bytes):
+            function(x)
+
+    return call
+
+
+FUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "norm": rms_norm,
+    "linears": lambda x: linears(x, [WEIGHT, WEIGHT]),
+    "silu": vramx.nn.functional.silu,
+    "relu": vramx.nn.functional.relu,
+    "dropout": lambda x: vramx.nn.functional.dropout(x, 0.5),
+}
 LETTING_GO: dict[str, Callable[[torch.Tensor], Any]] = {
-    "a factor": lambda x: x * WEIGHT,
-    "a view": lambda x: functional.linear(x.view(8, 8, 64), WEIGHT),
-    "a view with holes": lambda x: x[:, ::2] * WEIGHT[:, :32],
-    "signs": lambda x: functional.relu(x, inplace=True),
-    "a part of what is kept": lambda x: x[:4].abs(),
-    "a mask": lambda x: WEIGHT.masked_fill(x, 0.0),
+    "a factor": hooked(lambda x: x * WEIGHT),
+    "a view": hooked(lambda x: functional.linear(x.view(8, 8, 64), WEIGHT)),
+    "a view with holes": hooked(lambda x: x[:, ::2] * WEIGHT[:, :32]),
+    "signs": hooked(lambda x: functional.relu(x, inplace=True)),
+    "a part of what is kept": hooked(lambda x: x[:4].abs()),
+    "a mask": hooked(lambda x: WEIGHT.masked_fill(x, 0.0)),
+    **{
+        f"a checkpoint's input, {level}": lambda x, level=level: vramx.checkpoint(
+            torch.sin, x, level=vramx.Compression(level=level, min_bytes=0)
+        )
+        for level in ("int8", "int4")
+    },
+    # Called directly, and through torch.library where a context may watch.
+    **{f"{name}, fused": hooked(FUSED[name], "keep", min_bytes=1 << 30) for name in FUSED},
+    **{f"{name}, watched": hooked(FUSED[name], "int8", min_bytes=1 << 30) for name in FUSED},
 }
 
 
 @pytest.mark.parametrize("name", LETTING_GO)
-def test_what_a_hook_lets_go_of_is_recorded(name: str, recorded: set[int]) -> None:
+def test_what_is_let_go_of_is_recorded(name: str, recorded: set[int]) -> None:
     x = input_of(64, 64)
-    if name == "a mask":
-        x = x > 0
-    with compress(min_bytes=64):
-        LETTING_GO[name](x)
+    x = x > 0 if name == "a mask" else x
+    LETTING_GO[name](x)
     assert address(x) in recorded
 
 
@@ -83,13 +107,6 @@ def test_what_is_kept_is_not_recorded(recorded: set[int]) -> None:
     assert recorded == set()
 
 
-@pytest.mark.parametrize("level", ["int8", "int4"])
-def test_the_input_of_a_checkpoint_is_recorded(level: str, recorded: set[int]) -> None:
-    x = torch.randn(1024, 512, requires_grad=True) * 1.0
-    vramx.checkpoint(torch.sin, x, level=level)
-    assert address(x) in recorded
-
-
 @pytest.mark.parametrize("form", [Format(), MASK_FORMAT], ids=["numbers", "masks"])
 def test_a_packed_buffer_is_recorded_where_another_stream_reads_it(
     form: Format, recorded: set[int], monkeypatch: Any
@@ -100,26 +117,6 @@ def test_a_packed_buffer_is_recorded_where_another_stream_reads_it(
     monkeypatch.setattr(codec, "current_stream", lambda _tensor: 1)
     unpack(packed)
     assert recorded == {address(packed.buffer)}
-
-
-FUSED: dict[str, Callable[[torch.Tensor], Any]] = {
-    "norm": rms_norm,
-    "linears": lambda x: linears(x, [WEIGHT, WEIGHT]),
-    "silu": vramx.nn.functional.silu,
-    "relu": vramx.nn.functional.relu,
-    "dropout": lambda x: vramx.nn.functional.dropout(x, 0.5),
-}
-
-
-@pytest.mark.parametrize("watched", [False, True], ids=["called directly", "through torch.library"])
-@pytest.mark.parametrize("name", FUSED)
-def test_the_input_of_a_fused_operation_is_recorded(
-    name: str, watched: bool, recorded: set[int]
-) -> None:
-    x = input_of(64, 64)
-    with compress("int8" if watched else "keep", min_bytes=1 << 30):
-        FUSED[name](x)
-    assert address(x) in recorded
 
 
 def test_what_a_fused_operation_shares_is_recorded_before_backward_reads_it(

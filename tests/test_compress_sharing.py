@@ -16,6 +16,7 @@ from compress_tools import (
     check_that_nothing_is_left,
     held_bytes,
     input_of,
+    packs_of,
     recorded_packs,
 )
 from torch import nn
@@ -36,10 +37,8 @@ def _nothing_is_left() -> Iterator[None]:
 
 def test_three_projections_share_one_packed_input(monkeypatch: Any) -> None:
     attention, x = Attention(), input_of(4, 16, 64)
-    with recorded_packs(monkeypatch) as packed, compress(min_bytes=0):
-        attention(x)
-    inputs = [p for p in packed if torch.equal(p, x.detach().flatten())]
-    assert len(inputs) == 1
+    packed, _ = packs_of(lambda: attention(x), monkeypatch)
+    assert sum(torch.equal(p, x.detach().flatten()) for p in packed) == 1
 
 
 def test_permutations_of_one_range_share_it(monkeypatch: Any) -> None:
@@ -58,8 +57,7 @@ def test_permutations_of_one_range_share_it(monkeypatch: Any) -> None:
 def test_an_activation_of_bounded_results_shares_what_is_packed_of_them(
     monkeypatch: Any, bounded: Any
 ) -> None:
-    with recorded_packs(monkeypatch) as packed, compress(min_bytes=0):
-        functional.gelu(bounded(input_of(8, 64)))
+    packed, _ = packs_of(lambda: functional.gelu(bounded(input_of(8, 64))), monkeypatch)
     assert len(packed) == 1
 
 
@@ -143,12 +141,8 @@ def test_a_change_in_place_makes_it_other_data(cast: bool, monkeypatch: Any) -> 
 
 def test_the_casts_of_autocast_share_one_packed_input(monkeypatch: Any) -> None:
     attention, x = Attention(), input_of(4, 16, 64)
-    with (
-        recorded_packs(monkeypatch) as packed,
-        torch.autocast("cpu", torch.bfloat16),
-        compress(min_bytes=0) as stats,
-    ):
-        attention(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        packed, stats = packs_of(lambda: attention(x), monkeypatch)
     cast = x.detach().bfloat16().flatten()
     assert sum(torch.equal(p, cast) for p in packed) == 1
     # Without sharing torch keeps three casts, of 2 bytes an element; and what the projection reads.
@@ -158,12 +152,8 @@ def test_the_casts_of_autocast_share_one_packed_input(monkeypatch: Any) -> None:
 def test_casts_of_different_outputs_of_one_node_are_not_shared(monkeypatch: Any) -> None:
     a, b = input_of(8, 128).chunk(2, dim=1)
     layer = nn.Linear(64, 64)
-    with (
-        recorded_packs(monkeypatch) as packed,
-        torch.autocast("cpu", torch.bfloat16),
-        compress(min_bytes=0),
-    ):
-        layer(a), layer(b)
+    with torch.autocast("cpu", torch.bfloat16):
+        packed, _ = packs_of(lambda: (layer(a), layer(b)), monkeypatch)
     assert len(packed) == 2
 
 
@@ -236,6 +226,3 @@ def test_a_small_view_does_not_hold_a_large_storage() -> None:
     taken, y = held_bytes(forward)
     assert taken < 16 * 1024 + 256 * 1024 * 4  # nothing but the leaf
     del y
-
-
-# Sharing decoded copies

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fake_link import POISON, FakeLink
-from offload_tools import LIMIT_BYTES, backward, forward, is_intact, stash_on, states
+from offload_tools import LIMIT_BYTES, backward, forward, is_intact, link, stash, stash_on, states
 from torch import nn
 
 import vramx
@@ -28,6 +28,8 @@ from vramx.compression.offload.stash import Stash, Ticket
 from vramx.compression.offload.transport import Lane
 from vramx.errors import ModifiedInPlaceError
 
+__all__ = ["link", "stash"]
+
 STREAMS = ("main", "other", Lane.TO_HOST.value, Lane.TO_DEVICE.value)
 ORDERS = list(itertools.permutations(STREAMS))
 
@@ -36,9 +38,9 @@ ORDERS = list(itertools.permutations(STREAMS))
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_bytes_survive_whatever_stream_is_late(order: tuple[str, ...]) -> None:
-    link = FakeLink()
-    stash = stash_on(link)
+def test_bytes_survive_whatever_stream_is_late(
+    order: tuple[str, ...], link: FakeLink, stash: Stash
+) -> None:
     first = backward(link, stash, forward(link, stash))
     second = backward(link, stash, forward(link, stash))
     link.run(order)
@@ -122,9 +124,7 @@ def test_bytes_survive_any_program(seed: int) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_another_stream_may_ask(order: tuple[str, ...]) -> None:
-    link = FakeLink()
-    stash = stash_on(link)
+def test_another_stream_may_ask(order: tuple[str, ...], link: FakeLink, stash: Stash) -> None:
     tickets = forward(link, stash)
     link.current = link.other
     read = backward(link, stash, tickets)
@@ -132,8 +132,7 @@ def test_another_stream_may_ask(order: tuple[str, ...]) -> None:
     assert is_intact(read)
 
 
-def test_a_change_in_place_before_the_copy_is_seen() -> None:
-    link = FakeLink()
+def test_a_change_in_place_before_the_copy_is_seen(link: FakeLink) -> None:
     stash = stash_on(link, window_blocks=1)
     buffer = link.produce(1)
     ticket = stash.put(buffer)

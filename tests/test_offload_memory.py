@@ -18,7 +18,9 @@ from offload_tools import (
     backward,
     forward,
     is_intact,
+    link,
     moved_in_a_step,
+    stash,
     stash_on,
     states,
 )
@@ -31,6 +33,8 @@ from vramx.compression.offload.stash import Stash
 from vramx.errors import OffloadError, VramxWarning
 from vramx.sizes import GIB
 
+__all__ = ["link", "stash"]
+
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> None:
@@ -38,16 +42,14 @@ def nothing_said() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_the_device_keeps_a_window_of_what_leaves(window: int) -> None:
-    link = FakeLink()
+def test_the_device_keeps_a_window_of_what_leaves(window: int, link: FakeLink) -> None:
     blocks = link.free_blocks
     tickets = forward(link, stash_on(link, window_blocks=window), count=8)
     assert blocks - link.free_blocks == window
     assert states(tickets) == [State.AWAY] * (8 - window) + [State.LEAVING] * window
 
 
-def test_backward_holds_a_window_of_what_comes() -> None:
-    link = FakeLink()
+def test_backward_holds_a_window_of_what_comes(link: FakeLink) -> None:
     stash = stash_on(link, window_blocks=2)
     tickets = forward(link, stash)
     backward(link, stash, tickets[6:])
@@ -58,8 +60,7 @@ def test_backward_holds_a_window_of_what_comes() -> None:
     assert blocks - link.free_blocks <= 1, "more than the one that came instead of one that left"
 
 
-def test_backward_fetches_ahead_while_it_needs_what_stayed() -> None:
-    link = FakeLink()
+def test_backward_fetches_ahead_while_it_needs_what_stayed(link: FakeLink) -> None:
     stash = stash_on(link, 0.5, window_blocks=2)
     moved_in_a_step(link, stash)
     tickets = forward(link, stash)
@@ -68,8 +69,7 @@ def test_backward_fetches_ahead_while_it_needs_what_stayed() -> None:
     assert states(tickets)[1] == State.COMING
 
 
-def test_what_left_last_is_not_copied_back() -> None:
-    link = FakeLink()
+def test_what_left_last_is_not_copied_back(link: FakeLink) -> None:
     stash = stash_on(link, window_blocks=2)
     tickets = forward(link, stash)
     tickets[7].get()
@@ -78,9 +78,9 @@ def test_what_left_last_is_not_copied_back() -> None:
 
 
 @pytest.mark.parametrize("asked", [(), (7,), (2, 5)])
-def test_a_graph_that_is_dropped_leaves_nothing(asked: tuple[int, ...]) -> None:
-    link = FakeLink()
-    stash = stash_on(link)
+def test_a_graph_that_is_dropped_leaves_nothing(
+    asked: tuple[int, ...], link: FakeLink, stash: Stash
+) -> None:
     blocks = link.free_blocks
     tickets = forward(link, stash)
     for number in asked:
@@ -93,8 +93,9 @@ def test_a_graph_that_is_dropped_leaves_nothing(asked: tuple[int, ...]) -> None:
     assert stash._pool.used_bytes == 0
 
 
-def test_a_host_without_memory_keeps_everything_on_the_device_until_its_ticket_goes() -> None:
-    link = FakeLink()
+def test_a_host_without_memory_keeps_everything_on_the_device_until_its_ticket_goes(
+    link: FakeLink,
+) -> None:
     link.host_is_full = True
     stash = stash_on(link)
     blocks = link.free_blocks
@@ -109,8 +110,7 @@ def test_a_host_without_memory_keeps_everything_on_the_device_until_its_ticket_g
 
 
 @pytest.mark.parametrize("window", [2, 64], ids=["window within a step", "step within the window"])
-def test_a_thousand_steps_hold_what_one_held(window: int) -> None:
-    link = FakeLink()
+def test_a_thousand_steps_hold_what_one_held(window: int, link: FakeLink) -> None:
     stash = stash_on(link, window_blocks=window)
     held = []
     for _ in range(1000):
@@ -120,8 +120,7 @@ def test_a_thousand_steps_hold_what_one_held(window: int) -> None:
     assert held[1] == held[-1]
 
 
-def test_pinned_memory_is_bounded() -> None:
-    link = FakeLink()
+def test_pinned_memory_is_bounded(link: FakeLink) -> None:
     pool = HostPool(link.pin, limit_bytes=4 * BLOCK_BYTES)
     stash = Stash(1.0, link, pool, window_bytes=BLOCK_BYTES)
     with pytest.warns(VramxWarning, match="no more pinned memory"):
@@ -148,10 +147,10 @@ def test_large_buffers_leave_little_pinned_memory_unused(nbytes: int) -> None:
     assert pool.used_bytes == 0
 
 
-def test_a_buffer_lies_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_lies_in_parts(
+    monkeypatch: pytest.MonkeyPatch, link: FakeLink, stash: Stash
+) -> None:
     monkeypatch.setattr(pinned, "_PART_BYTES", BLOCK_BYTES // 4 + 7)
-    link = FakeLink()
-    stash = stash_on(link)
     for _ in range(3):
         tickets = forward(link, stash)
         assert {len(ticket._parcel.slots) for ticket in tickets} == {4}
@@ -170,39 +169,36 @@ def test_parts_are_had_together_or_not_at_all() -> None:
     assert pool.take_parts(GIB) is not None
 
 
-def test_a_copy_that_fails_takes_no_memory() -> None:
-    link = FakeLink()
-    stash = stash_on(link)
-    blocks = link.free_blocks
-    link.fails = True
-    with pytest.raises(RuntimeError, match="the copy failed"):
-        stash.put(link.produce(1))
-    gc.collect()
-    stash.collect()
-    stash.check()
-    assert (stash._pool.used_bytes, link.free_blocks) == (0, blocks)
-
-
-def test_a_copy_that_fails_counts_in_no_step() -> None:
-    link = FakeLink()
-    stash = stash_on(link, 0.5)
-    moved_in_a_step(link, stash)
+def fail_to_put(link: FakeLink, stash: Stash) -> None:
     link.fails = True
     with pytest.raises(RuntimeError, match="the copy failed"):
         stash.put(link.produce(1))
     link.fails = False
     gc.collect()
+
+
+def test_a_copy_that_fails_takes_no_memory(link: FakeLink, stash: Stash) -> None:
+    blocks = link.free_blocks
+    fail_to_put(link, stash)
+    stash.collect()
+    stash.check()
+    assert (stash._pool.used_bytes, link.free_blocks) == (0, blocks)
+
+
+def test_a_copy_that_fails_counts_in_no_step(link: FakeLink) -> None:
+    stash = stash_on(link, 0.5)
+    moved_in_a_step(link, stash)
+    fail_to_put(link, stash)
     assert [moved_in_a_step(link, stash) for _ in range(3)] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("dropped", [False, True])
 def test_an_interrupt_while_memory_is_freed_is_made_up_for(
-    dropped: bool, monkeypatch: pytest.MonkeyPatch
+    dropped: bool, monkeypatch: pytest.MonkeyPatch, link: FakeLink
 ) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    link = FakeLink()
     stash = stash_on(link, window_blocks=8 if dropped else 2)
     tickets = forward(link, stash, count=2)
     with monkeypatch.context() as patch:
@@ -219,9 +215,7 @@ def test_an_interrupt_while_memory_is_freed_is_made_up_for(
     assert stash._pool.used_bytes == 0
 
 
-def test_nothing_leaves_under_capture() -> None:
-    link = FakeLink()
-    stash = stash_on(link)
+def test_nothing_leaves_under_capture(link: FakeLink, stash: Stash) -> None:
     link.is_capturing = True
     tickets = forward(link, stash, count=3)
     assert (stash.captured, stash.moved_bytes) == (3, 0)
@@ -232,8 +226,7 @@ def test_nothing_leaves_under_capture() -> None:
     assert moved_in_a_step(link, stash) == 8, "what was captured counts in no step"
 
 
-def test_what_is_away_cannot_be_asked_for_under_capture() -> None:
-    link = FakeLink()
+def test_what_is_away_cannot_be_asked_for_under_capture(link: FakeLink) -> None:
     tickets = forward(link, stash_on(link))
     link.is_capturing = True
     with pytest.raises(OffloadError, match="capture both passes"):

@@ -9,21 +9,17 @@ from __future__ import annotations
 import gc
 import weakref
 from abc import ABC
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from optimizer_tools import LEAST_BYTES, LateLink, OneByOne, Pair, link
-from torch import Tensor, nn
+from optimizer_tools import LEAST_BYTES, Both, LateLink, OneByOne, Pair, link
+from torch import nn
 
 import vramx
-from vramx.errors import InvalidValueError
 from vramx.optimizers.copies import HOLDER
 
 __all__ = ["link"]
-
-Both = Callable[[torch.optim.Optimizer, list[nn.Parameter]], None]
 
 
 def replaced(optimizer: torch.optim.Optimizer, own: list[nn.Parameter]) -> None:
@@ -39,18 +35,25 @@ def replaced(optimizer: torch.optim.Optimizer, own: list[nn.Parameter]) -> None:
         places[number] = own[number] = new
 
 
-def assigned(optimizer: torch.optim.Optimizer, _own: list[nn.Parameter]) -> None:
-    for states in optimizer.state.values():
-        states["exp_avg"] = torch.full_like(states["exp_avg"], 0.25)
-
-
 def written(optimizer: torch.optim.Optimizer, _own: list[nn.Parameter]) -> None:
     for states in optimizer.state.values():
         states["exp_avg"].mul_(0.5)
 
 
-def started_anew(optimizer: torch.optim.Optimizer, own: list[nn.Parameter]) -> None:
-    del optimizer.state[own[0]]
+def assigned(optimizer: torch.optim.Optimizer, _own: list[nn.Parameter]) -> None:
+    for states in optimizer.state.values():
+        states["exp_avg"] = torch.full_like(states["exp_avg"], 0.25)
+
+
+def read(optimizer: torch.optim.Optimizer, own: list[nn.Parameter]) -> None:
+    """Statistics of states count in the parameters, of which the two are compared."""
+    for parameter in own:
+        parameter.data.mul_(1 + float(optimizer.state[parameter]["exp_avg"].norm()))
+
+
+def grown(optimizer: torch.optim.Optimizer, own: list[nn.Parameter]) -> None:
+    own.append(nn.Parameter(torch.ones(7, 5)))
+    optimizer.add_param_group({"params": [own[-1]], "lr": 0.1})
 
 
 def taken_out_and_put_back(optimizer: torch.optim.Optimizer, _own: list[nn.Parameter]) -> None:
@@ -62,28 +65,34 @@ def taken_out_and_put_back(optimizer: torch.optim.Optimizer, _own: list[nn.Param
         groups[1]["params"] = [optimizer.out]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "change", [replaced, assigned, written, started_anew, taken_out_and_put_back]
-)
-def test_a_change_between_two_steps_counts(link: LateLink, change: Both) -> None:
-    pair = Pair()
-    pair.step(0, 1)
+CHANGES: dict[str, Both] = {
+    **{each.__name__: each for each in (replaced, written, assigned, read, grown)},
+    "taken out and put back": taken_out_and_put_back,
+    "started anew": lambda optimizer, own: optimizer.state.pop(own[0]),
+    "loaded": lambda optimizer, _: optimizer.load_state_dict(optimizer.state_dict()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_steps_counts(link: LateLink, change: str) -> None:
+    pair = Pair(steps=2)
+    link.pool.collect()
+    held = link.pool.used_bytes
     for seed in (2, 4):
-        change(pair.optimizer, pair.plain)
-        change(pair.offloaded, pair.streamed)
+        pair.change(CHANGES[change])
         pair.step(seed, seed + 1)
     pair.expect_alike()
+    link.pool.collect()
+    assert (link.pool.used_bytes > held) is (change == "grown")
 
 
 def test_a_parameter_that_was_replaced_is_let_go_of(link: LateLink) -> None:
-    pair = Pair()
-    pair.step(0)
+    pair = Pair(steps=1)
     link.pool.collect()
     held = link.pool.used_bytes
     gone = weakref.ref(pair.streamed[0])
     for seed in range(1, 4):
-        replaced(pair.optimizer, pair.plain)
-        replaced(pair.offloaded, pair.streamed)
+        pair.change(replaced)
         pair.step(seed)
     gc.collect()
     link.pool.collect()
@@ -134,35 +143,6 @@ def test_a_parameter_that_another_optimizer_has_now_is_stepped_by_that_alone(
     assert torch.equal(moved, before - 0.25 * 2 * before)
 
 
-def test_states_that_are_read_after_a_step_are_there(link: LateLink) -> None:
-    pair = Pair()
-    pair.step(0, 1)
-    norms = [
-        [float(each["exp_avg"].norm()) for each in optimizer.state.values()]
-        for optimizer in (pair.optimizer, pair.offloaded)
-    ]
-    assert norms[0] == norms[1]
-
-
-class Estimates(OneByOne):
-    """Learns its rate from all parameters together, as Prodigy and D-Adaptation do."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters)
-        self.param_groups[0]["along"] = 0.0
-
-    def change(self, state: Any, grad: Tensor, count: int) -> Tensor:
-        first = state.setdefault("first", grad.clone())
-        self.param_groups[0]["along"] += float(first.flatten() @ grad.flatten())
-        # Which is of an effect only once it is large.
-        return grad * max(1.0, self.param_groups[0]["along"] / 1e9)
-
-
-def test_an_estimate_of_all_parameters_is_refused(link: LateLink) -> None:
-    with pytest.raises(InvalidValueError, match="does not treat each parameter by itself"):
-        vramx.offload_optimizer(Pair(Estimates, offload=False).offloaded)
-
-
 class CountsFromTheFirstStep(OneByOne):
     """The count is in the group from the first step on."""
 
@@ -187,8 +167,7 @@ class InSlotsItself(OneByOne):
 def test_classes_of_others_are_streamed_whatever_they_are_made_of(
     link: LateLink, make: Any
 ) -> None:
-    pair = Pair(make)
-    pair.step(*range(4))
+    pair = Pair(make, steps=4)
     pair.expect_alike()
     assert link.copies
     vramx.restore(pair.offloaded)

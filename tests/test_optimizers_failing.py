@@ -41,10 +41,9 @@ def failed_step(call: str, monkeypatch: pytest.MonkeyPatch) -> tuple[FailingLink
     """Train, and let the third step fail where states go to the host."""
     link = FailingLink()
     use(link, monkeypatch)
-    pair = Pair()
-    pair.step(0, 1)
+    pair = Pair(steps=2)
     # One of a bucket, whose others are views of where the bucket rests.
-    for optimizer, own in ((pair.optimizer, pair.plain), (pair.offloaded, pair.streamed)):
+    for optimizer, own in pair.sides:
         state = optimizer.state[own[0]]
         state["exp_avg"] = state["exp_avg"].clone()
     give_gradients(pair.streamed, 2)
@@ -55,7 +54,7 @@ def failed_step(call: str, monkeypatch: pytest.MonkeyPatch) -> tuple[FailingLink
 
 
 @pytest.mark.parametrize("call", ["copy", "mark"])
-def test_states_that_found_no_place_are_where_they_were(
+def test_states_that_found_no_place_are_where_they_were_and_take_no_more_of_the_host(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, pair = failed_step(call, monkeypatch)
@@ -67,12 +66,6 @@ def test_states_that_found_no_place_are_where_they_were(
     own_of.step()
     pair.step(2, 3)
     pair.expect_alike()
-
-
-@pytest.mark.parametrize("call", ["copy", "mark"])
-def test_a_step_that_failed_takes_no_more_of_the_host(
-    call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
     link, pair = failed_step(call, monkeypatch)
     vramx.restore(pair.offloaded)
     link.pool.collect()

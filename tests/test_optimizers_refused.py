@@ -26,6 +26,20 @@ class SumsOverAll(OneByOne):
             p.sub_(p.grad / norm, alpha=0.01)
 
 
+class Estimates(OneByOne):
+    """Learns its rate from all parameters together, as Prodigy and D-Adaptation do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.param_groups[0]["along"] = 0.0
+
+    def change(self, state: Any, grad: torch.Tensor, count: int) -> torch.Tensor:
+        first = state.setdefault("first", grad.clone())
+        self.param_groups[0]["along"] += float(first.flatten() @ grad.flatten())
+        # Which is of an effect only once it is large.
+        return grad * max(1.0, self.param_groups[0]["along"] / 1e9)
+
+
 class HasThemTwice(OneByOne):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)
@@ -47,7 +61,7 @@ def with_a_step_of_its_own(own: list[nn.Parameter]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "options", "said"),
     [
-        (SumsOverAll, {}, "does not treat each parameter by itself"),
+        *((cls, {}, "does not treat each parameter by itself") for cls in (SumsOverAll, Estimates)),
         (torch.optim.LBFGS, {}, "as one vector"),
         (HasThemTwice, {}, r"cannot be tried on a small model: .* in 'all'"),
         (with_a_step_of_its_own, {}, "a step of its own"),
@@ -66,6 +80,15 @@ def test_what_cannot_be_offloaded_is_refused_and_unchanged(
         vramx.offload_optimizer(made, **options)
     expect_alike(before, own)
     assert type(made) is cls
+    assert link.copies == 0
+
+
+def test_parameters_of_several_devices_are_refused(link: LateLink) -> None:
+    several = [nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64, device="meta"))]
+    optimizer = torch.optim.AdamW(several)
+    with pytest.raises(OffloadError, match="parameters are on cpu, meta; accepted is one device"):
+        vramx.offload_optimizer(optimizer, in_backward=True)
+    assert type(optimizer) is torch.optim.AdamW
     assert link.copies == 0
 
 
@@ -103,7 +126,6 @@ def test_one_that_takes_matrices_alone_is_tried_with_matrices(link: LateLink) ->
 
 
 def test_one_that_is_made_in_a_way_of_its_own_is_tried(link: LateLink) -> None:
-    pair = Pair(lambda p: Needs(p, table=(1, 2)))
-    pair.step(0, 1, 2)
+    pair = Pair(lambda p: Needs(p, table=(1, 2)), steps=3)
     pair.expect_alike()
     assert link.copies

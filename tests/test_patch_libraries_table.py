@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from interactions import EXACT, FIRST, TOLD
 from optimize_tools import INT8_NOISE, LAYERS, decoder
+from patch_tools import error
 from torch import Tensor, nn
 
 import vramx
@@ -205,12 +206,6 @@ def refused(change: Callable[[Any], None], net: Any) -> str | None:
     return None
 
 
-def distance(found: list[Tensor], exact: list[Tensor]) -> float:
-    assert len(found) == len(exact) > 0
-    both = [torch.cat([g.flatten().double() for g in each]) for each in (found, exact)]
-    return float((both[0] - both[1]).norm() / both[1].norm())
-
-
 def test_the_page_has_these_cells() -> None:
     assert tuple(OURS) == tuple(interactions.OURS)
     assert tuple(THEIRS) == tuple(interactions.THEIRS)
@@ -240,11 +235,11 @@ def test_cell_works_or_says_why(ours: str, theirs: str, first: str, tmp_path: Pa
     if is_told and ours == "fused":
         assert TOLD[ours, theirs] in lines[0]
     found = gradients(outer, step)
-    assert distance(found, exact) < INT8_NOISE
+    assert error(found, exact) < INT8_NOISE
     changed = len(vramx.report(outer).rows)
     if not is_told:
         assert changed >= LAYERS
-        assert (distance(found, exact) > 0) == ((ours, theirs, first) not in EXACT)
+        assert (error(found, exact) > 0) == ((ours, theirs, first) not in EXACT)
     assert len(vramx.restore(outer)) == changed
     torch.compiler.reset()
     assert all(map(torch.equal, gradients(outer, step), exact))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -16,6 +17,14 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 import vramx
 from vramx.errors import InvalidValueError, VramxError, VramxWarning
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
 
 # -- Names that are not there ----------------------------------------------------------------------
 
@@ -174,8 +183,7 @@ def test_module_that_learns_without_its_forward_is_told_of_once(how: str) -> Non
     module = decorated(how)
     with pytest.warns(VramxWarning, match="Trained has packed nothing"):
         module.training_step(inputs()).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         module.training_step(inputs()).backward()
     assert "never called" in str(vramx.report(module))
 
@@ -189,8 +197,7 @@ def test_module_that_learns_by_any_other_method_is_told_of() -> None:
 @pytest.mark.parametrize("how", ["instance", "class"])
 def test_module_whose_forward_is_called_is_not_told_of(how: str) -> None:
     module = decorated(how)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         module.training_step(inputs(), through="forward").backward()
         module.training_step(inputs()).backward()
     assert "never called" not in str(vramx.report(module))
@@ -199,16 +206,14 @@ def test_module_whose_forward_is_called_is_not_told_of(how: str) -> None:
 def test_restored_module_is_not_told_of() -> None:
     module = vramx.compressed_activations(Plain(), **OPTIONS)
     vramx.restore(module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         train(module)
     assert all(not p._backward_hooks for p in module.parameters())
 
 
 def test_packed_module_is_shared_and_saved_without_a_word() -> None:
     module = vramx.compressed_activations(Plain(), **OPTIONS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         reduce_tensor(next(module.parameters()))
         pickle.dumps(module)
         copy.deepcopy(module)

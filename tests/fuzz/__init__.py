@@ -12,8 +12,8 @@ Read in this order:
     grammar    the steps that a program is made of; hypothesis draws them
     run        two steps of training, and their results
     compare    which differences are faults
-    faults     decisions of vramx that are taken wrongly on purpose
-    directed   a program for each of them, which shows it for certain
+    directed   programs that are written by hand
+    faults     decisions of vramx that are taken wrongly on purpose, and programs that show it
     search     programs until one fails, and then the smallest
 
 A program is Python source from the first, so that what is printed is what ran.

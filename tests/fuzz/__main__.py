@@ -9,7 +9,6 @@ import sys
 import torch
 
 from tests.fuzz.compare import FaultError, check
-from tests.fuzz.directed import PROGRAMS
 from tests.fuzz.faults import FAULTS, ONLY_WITH_CUDA
 from tests.fuzz.grammar import left_out
 from tests.fuzz.search import search
@@ -41,7 +40,7 @@ def _plant_all(count: int, seed: int) -> int:
     missed = 0
     for name, fault in faults.items():
         with fault.plant():
-            own = _fault_of(*PROGRAMS[name])
+            own = _fault_of(*fault.program)
             found = search(count, seed, names=fault.names, shrink=False)
         missed += not own
         print(f"{name}: {own or 'NOT FOUND'}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import vramx
-from gpu.tools import MIB
+from gpu.tools import MIB, no_waiting
 from vramx.nn import passes
 
 pytestmark = pytest.mark.gpu
@@ -101,21 +101,12 @@ def test_gradients_of_a_recomputed_block_take_the_place_of_what_was_made_again(
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 
-@pytest.fixture
-def no_waiting() -> Iterator[None]:
-    """Have torch raise where the host would wait for the device."""
-    mode = torch.cuda.get_sync_debug_mode()
-    yield
-    torch.cuda.set_sync_debug_mode(mode)
-
-
-@pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize("offload", [None, 1.0])
 def test_the_host_never_waits(offload: float | None) -> None:
     model = stack()
     run = through(model, functools.partial(vramx.checkpoint, offload=offload))
     gradient(model, run)  # the first use of the noise waits, and compiles the kernels
     leaf = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    torch.cuda.set_sync_debug_mode("error")
-    for _ in range(2):
-        run(leaf).float().square().mean().backward()
+    with no_waiting():
+        for _ in range(2):
+            run(leaf).float().square().mean().backward()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -29,49 +30,36 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def check_inference(mode: str | None) -> None:
+def result_of(network: torch.nn.Module, call: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """Return what a call gives, and where gradients are on what its backward pass does."""
+    network.zero_grad(set_to_none=True)
+    y = call(x)
+    if not y.requires_grad:
+        return [y]
+    y.sum().backward()
+    return [parameter.grad.clone() for parameter in network.parameters()]
+
+
+def check(mode: str | None, *, training: bool = False) -> None:
     network = integer_network(WIDTH)
     compiled = torch.compile(network, mode=mode, dynamic=False)
     mine = [block(2 * MIB, 5) for _ in range(4)]
-    with torch.no_grad():
+    with torch.set_grad_enabled(training):
         for round_ in range(ROUNDS):
             for rows in ROWS:
                 x = integers(rows, WIDTH, seed=round_)
+                expected = result_of(network, network, x)
                 torch.compiler.cudagraph_mark_step_begin()
-                assert torch.equal(compiled(x), network(x))
+                found = result_of(network, compiled, x)
+                assert all(map(torch.equal, found, expected))
                 mine.append(block(rows * WIDTH * 4, 5))
     assert all(holds(tensor, 5) for tensor in mine)
 
 
-def gradients(network, call, x) -> list:
-    network.zero_grad(set_to_none=True)
-    call(x).sum().backward()
-    return [parameter.grad.clone() for parameter in network.parameters()]
-
-
-def check_training(mode: str | None) -> None:
-    network = integer_network(WIDTH)
-    compiled = torch.compile(network, mode=mode, dynamic=False)
-    mine = [block(2 * MIB, 5) for _ in range(4)]
-    for round_ in range(ROUNDS):
-        for rows in ROWS:
-            x = integers(rows, WIDTH, seed=round_)
-            expected = gradients(network, network, x)
-            torch.compiler.cudagraph_mark_step_begin()
-            found = gradients(network, compiled, x)
-            assert all(map(torch.equal, found, expected))
-            mine.append(block(rows * WIDTH * 4, 5))
-    assert all(holds(tensor, 5) for tensor in mine)
-
-
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_compiled_inference_equals_eager(mode: str | None) -> None:
-    check_inference(mode)
-
-
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_compiled_training_equals_eager(mode: str | None) -> None:
-    check_training(mode)
+@pytest.mark.parametrize("training", [False, True])
+def test_compiled_work_equals_eager(training: bool, mode: str | None) -> None:
+    check(mode, training=training)
 
 
 def test_reduce_overhead_did_replay_graphs() -> None:
@@ -93,7 +81,7 @@ def test_reduce_overhead_did_replay_graphs() -> None:
 def test_the_history_may_be_on_while_graphs_are_recorded() -> None:
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=10_000)
     try:
-        check_inference("reduce-overhead")
+        check("reduce-overhead")
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 
@@ -107,5 +95,5 @@ def test_compiled_programs_give_their_memory_back() -> None:
         return torch.cuda.memory_allocated()
 
     before = used()
-    check_inference("reduce-overhead")
+    check("reduce-overhead")
     assert used() <= before

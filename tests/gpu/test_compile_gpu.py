@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compress_tools import relative_error
 from torch import nn
 
 import vramx
@@ -43,10 +44,6 @@ def step(call: Any, x: torch.Tensor, compressed: bool) -> tuple[torch.Tensor, in
     kept = torch.cuda.memory_allocated() - before
     y.float().square().mean().backward()
     return leaf.grad.double(), kept
-
-
-def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])

@@ -6,16 +6,17 @@ uses. What is held is counted by torch, after a first step that allocates what s
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from compress_tools import Attention, Block, gradient, recorded_packs, relative_error
+from compress_tools import Attention, Block, gradient, packs_of, relative_error
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vramx
-from gpu.tools import captured
+from gpu.tools import captured, no_waiting
 from vramx.compression.hooks import compress
 from vramx.nn.functional import rms_norm
 
@@ -24,11 +25,10 @@ pytestmark = pytest.mark.gpu
 WIDTH, TOKENS = 1024, (4, 512)
 
 
-def block_and_input(dtype: Any = None) -> Any:
+def block_and_input() -> Any:
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if dtype is None else dtype
-    block = Block(WIDTH).to("cuda", dtype)
-    return block, torch.randn(*TOKENS, WIDTH, device="cuda", dtype=dtype)
+    block = Block(WIDTH).to("cuda", torch.bfloat16)
+    return block, torch.randn(*TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
 
 
 def held_after_forward(block: Any, x: Any, context: Any) -> int:
@@ -64,13 +64,10 @@ def test_the_gradient_of_a_block_is_close(bits: int) -> None:
 def test_nothing_waits_for_the_device() -> None:
     block, x = block_and_input()
     gradient(block, x, compress())  # the first use of a device may
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         with compress():
             y = block(x.requires_grad_() * 1.0)
         y.sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_q_k_and_the_logsumexp_are_kept_in_every_kernel_of_attention() -> None:
@@ -98,12 +95,8 @@ def test_no_weight_is_packed(cast: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         sizes = {p.numel() for p in module.parameters()} | {
             sum(p.numel() for p in module.parameters())
         }
-        with (
-            recorded_packs(monkeypatch) as packed,
-            torch.autocast("cuda", torch.bfloat16, enabled=cast),
-            compress(min_bytes=16),
-        ):
-            module(x)
+        with torch.autocast("cuda", torch.bfloat16, enabled=cast):
+            packed, _ = packs_of(functools.partial(module, x), monkeypatch, min_bytes=16)
         assert not [p.shape for p in packed if p.numel() in sizes]
 
 

@@ -34,8 +34,12 @@ def model() -> torch.nn.Sequential:
     return nn.Sequential(*layers).to("cuda", torch.bfloat16)
 
 
-def step(net: Any, x: torch.Tensor, offload: Any) -> tuple[torch.Tensor, int]:
+def step(
+    net: Any, x: torch.Tensor, offload: Any, seed: int | None = None
+) -> tuple[torch.Tensor, int]:
     """Return the gradient of a step, and the bytes that were allocated after its forward pass."""
+    if seed is not None:
+        vramx.manual_seed(seed)
     net.zero_grad()
     with vramx.compress(offload=offload):
         y = net(x)
@@ -56,10 +60,8 @@ def window_of(net: Any) -> int:
 def test_gradients_are_those_without_offload(offload: Any) -> None:
     net, x = model(), sample()
     for _ in range(4):
-        vramx.manual_seed(5)
-        kept, _ = step(net, x, None)
-        vramx.manual_seed(5)
-        moved, _ = step(net, x, offload)
+        kept, _ = step(net, x, None, seed=5)
+        moved, _ = step(net, x, offload, seed=5)
         assert torch.equal(kept, moved)
     (report,) = vramx.offload_report()
     assert report.returned_bytes > 0
@@ -95,12 +97,10 @@ def test_a_slow_device_reads_what_was_written() -> None:
     """The host is far ahead: every copy must wait for the device, not for the host."""
     net, x = model(), sample()
     step(net, x, 1.0)
-    vramx.manual_seed(5)
-    kept, _ = step(net, x, None)
+    kept, _ = step(net, x, None, seed=5)
     for _ in range(3):
-        vramx.manual_seed(5)
         torch.cuda._sleep(LONG_SLEEP)
-        moved, _ = step(net, x, 1.0)
+        moved, _ = step(net, x, 1.0, seed=5)
         assert torch.equal(kept, moved)
 
 

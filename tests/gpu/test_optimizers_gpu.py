@@ -40,6 +40,11 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> N
         optimizer.step()
 
 
+def offloaded(network: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    optimizer = MAKERS["fused"](network.parameters())
+    return vramx.offload_optimizer(optimizer, bucket="16MiB", **options)
+
+
 def expect_alike(a: nn.Module, b: nn.Module) -> None:
     for left, right in zip(a.parameters(), b.parameters(), strict=True):
         assert torch.equal(left, right)
@@ -52,12 +57,12 @@ def test_streamed_states_are_the_unstreamed_ones(
     name: str, in_backward: bool, keep: int | str
 ) -> None:
     plain, streamed = model(), model()
-    optimizer, offloaded = MAKERS[name](plain.parameters()), MAKERS[name](streamed.parameters())
-    vramx.offload_optimizer(offloaded, in_backward=in_backward, bucket="16MiB", keep=keep)
+    optimizer, ours = (MAKERS[name](each.parameters()) for each in (plain, streamed))
+    vramx.offload_optimizer(ours, in_backward=in_backward, bucket="16MiB", keep=keep)
     train(plain, optimizer, 8)
-    train(streamed, offloaded, 8)
+    train(streamed, ours, 8)
     expect_alike(plain, streamed)
-    expected, found = optimizer.state_dict()["state"], offloaded.state_dict()["state"]
+    expected, found = optimizer.state_dict()["state"], ours.state_dict()["state"]
     for number, states in expected.items():
         for key, value in states.items():
             assert torch.equal(value.cpu(), found[number][key].cpu()), (number, key)
@@ -65,8 +70,7 @@ def test_streamed_states_are_the_unstreamed_ones(
 
 def test_gradients_that_were_stepped_are_clipped_by_an_error() -> None:
     network = model()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
-    vramx.offload_optimizer(optimizer, in_backward=True, bucket="16MiB")
+    optimizer = offloaded(network, in_backward=True)
     train(network, optimizer, 1)
     network(torch.ones(4, SIDE, device="cuda").bfloat16()).float().sum().backward()
     with pytest.raises(OffloadError, match="stepped in backward already"):
@@ -78,13 +82,12 @@ def test_gradients_that_were_stepped_are_clipped_by_an_error() -> None:
 
 def test_what_stays_can_be_changed_between_steps() -> None:
     plain, streamed = model(), model()
-    optimizer, offloaded = (MAKERS["fused"](each.parameters()) for each in (plain, streamed))
-    vramx.offload_optimizer(offloaded, in_backward=True, bucket="16MiB")
+    optimizer, ours = MAKERS["fused"](plain.parameters()), offloaded(streamed, in_backward=True)
     for keep in (64, 1024, 0, 32):
-        vramx.offload_optimizer(offloaded, keep=keep * MIB)
+        vramx.offload_optimizer(ours, keep=keep * MIB)
         train(plain, optimizer, 2)
-        train(streamed, offloaded, 2)
-        (stream,) = vars(offloaded)["_vramx_rounds"]._streams.values()
+        train(streamed, ours, 2)
+        (stream,) = vars(ours)["_vramx_rounds"]._streams.values()
         assert stream.kept_bytes == min(keep, 16 * LAYERS) * MIB  # a layer's are 16 MiB
     expect_alike(plain, streamed)
 
@@ -93,8 +96,7 @@ def test_the_device_holds_three_slots_at_most() -> None:
     gc.collect()
     others = torch.cuda.memory_allocated()
     network = model()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
-    vramx.offload_optimizer(optimizer, bucket="16MiB")
+    optimizer = offloaded(network)
     train(network, optimizer, 2)
     torch.cuda.synchronize()
     gradients = sum(p.numel() * 2 for p in network.parameters())
@@ -109,8 +111,7 @@ def test_the_device_holds_three_slots_at_most() -> None:
 
 def test_loading_never_has_all_states_on_the_device() -> None:
     network = model()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
-    vramx.offload_optimizer(optimizer, bucket="16MiB")
+    optimizer = offloaded(network)
     train(network, optimizer, 2)
     buffer = io.BytesIO()
     torch.save(optimizer.state_dict(), buffer)
@@ -118,8 +119,7 @@ def test_loading_never_has_all_states_on_the_device() -> None:
     saved = torch.load(buffer, map_location="cpu")
     other = model()
     other.load_state_dict(network.state_dict())
-    resumed = torch.optim.AdamW(other.parameters(), lr=1e-3, fused=True)
-    vramx.offload_optimizer(resumed, bucket="16MiB")
+    resumed = offloaded(other)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

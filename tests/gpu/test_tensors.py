@@ -18,19 +18,14 @@ pytestmark = pytest.mark.gpu
 # --- tensors and their storages -------------------------------------------------------------------
 
 
-def test_a_tensor_without_elements_has_no_memory() -> None:
+def test_a_tensor_without_elements_has_no_memory_and_grows() -> None:
     before = torch.cuda.memory_allocated()
     empty = torch.empty(0, device="cuda")
     assert empty.data_ptr() == 0
     assert torch.cuda.memory_allocated() == before
     assert torch.cat([empty, torch.ones(3, device="cuda")]).tolist() == [1.0] * 3
     assert (empty + 1).sum().item() == 0
-
-
-def test_a_tensor_without_elements_grows() -> None:
-    tensor = torch.empty(0, dtype=torch.uint8, device="cuda")
-    tensor.resize_(MIB).fill_(3)
-    assert holds(tensor, 3)
+    assert holds(empty.resize_(MIB).fill_(3), 3)
 
 
 def test_a_storage_gives_its_memory_up_and_takes_it_again() -> None:
@@ -180,7 +175,8 @@ def test_cudnn_benchmark_works_with_changing_shapes() -> None:
 # --- the profiler ---------------------------------------------------------------------------------
 
 
-def profiled(**options: bool) -> torch.profiler.profile:
+def profiled(**options: bool) -> Any:
+    """Return a profile of memory on the host, as a context."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     return torch.profiler.profile(activities=activities, profile_memory=True, **options)
 

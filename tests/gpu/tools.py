@@ -50,6 +50,17 @@ def room(size_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Have torch raise where the host would wait for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 def failure_of(action: Callable[[], object]) -> Exception:
     """Return the error of an action that runs out of memory, without the frames that hold it."""
     with pytest.raises(torch.OutOfMemoryError) as caught:

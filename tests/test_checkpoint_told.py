@@ -1,0 +1,96 @@
+"""What vramx.checkpoint says of a region that it cannot make again as it was."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_tools import WIDTH, activation, quiet, seeds
+from torch import Tensor, nn
+
+import vramx
+from vramx.errors import VramxWarning
+
+__all__ = ["quiet", "seeds"]
+pytestmark = pytest.mark.usefixtures("seeds", "quiet")
+
+CHECKPOINT = functools.partial(vramx.checkpoint, level="keep")
+
+
+class Takes(nn.Module):
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.source, self.unused = source, (i for i in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() * next(self.source)
+
+
+@pytest.mark.parametrize("way", ["argument", "closure", "attribute"])
+def test_a_generator_that_a_region_reaches_is_told_of(way: str) -> None:
+    source = (float(i) for i in range(4))
+    region, given = {
+        "argument": (lambda x, source: x.sin() * next(source), [source]),
+        "closure": (lambda x: x.sin() * next(source), []),
+        "attribute": (Takes(source), []),
+    }[way]
+    with pytest.warns(VramxWarning, match="reaches a generator, which cannot be copied"):
+        CHECKPOINT(region, activation(8, WIDTH), *given)
+
+
+def test_a_generator_that_no_call_takes_from_is_not_told_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CHECKPOINT(Takes(iter([1.0])), activation(8, WIDTH))
+
+
+def test_a_tensor_of_a_function_that_it_writes_into_is_told_of() -> None:
+    mean = torch.zeros(WIDTH)
+
+    def region(x: Tensor) -> Tensor:
+        mean.lerp_(x.detach().mean(0), 0.1)
+        return (x - mean).square()
+
+    with pytest.warns(VramxWarning, match="region under vramx.checkpoint writes into a tensor"):
+        CHECKPOINT(region, activation(8, WIDTH))
+
+
+class Shrinks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data.mul_(0.5)
+        return self.layer(x)
+
+
+def test_that_a_region_writes_into_a_parameter_is_said() -> None:
+    with pytest.warns(VramxWarning, match="weight of Linear, which is no buffer"):
+        CHECKPOINT(Shrinks(), activation())
+
+
+@pytest.mark.parametrize("way", ["module", "closure", "recomputed block"])
+def test_parameters_that_were_written_into_are_told_of_once(way: str) -> None:
+    """As torch raises an error where it has kept them."""
+    w, layer = torch.ones(16, requires_grad=True), nn.Linear(16, 16)
+    block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    vramx.optimize(block, "recompute_all")
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    call, parameter = {
+        "module": (functools.partial(CHECKPOINT, layer), layer.weight),
+        "closure": (functools.partial(CHECKPOINT, lambda x: (x * w).sin()), w),
+        "recomputed block": (block, block.linear1.weight),
+    }[way]
+    y = call(x)
+    with torch.no_grad():
+        parameter.mul_(2)
+    with pytest.warns(VramxWarning, match="ahead of backward"):
+        y.sum().backward()
+    y = call(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y.sum().backward()
