@@ -118,13 +118,10 @@ def as_an_alias_that_is_kept(layer: Layer, h: torch.Tensor) -> list[torch.Tensor
     return [*results, layer(h)]
 
 
-NOT_SEEN = pytest.mark.xfail(strict=True, reason="a call of torch.ops is not told as a write")
-
-
 @pytest.mark.parametrize(
     ("read", "count"),
     [
-        pytest.param(given_to_an_operator, 2, marks=NOT_SEEN),
+        (given_to_an_operator, 2),
         (as_an_array_that_is_kept, 3),
         (as_an_alias_that_is_kept, 2),
     ],

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
 from vramx.compression.fakes import PLAIN
 from vramx.compression.policy.calls import STRIDED
@@ -27,6 +28,8 @@ _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _ADDRESSES = frozenset({"data_ptr", "const_data_ptr", "mutable_data_ptr"})
 # Gives an object that others keep.
 _ARRAYS = frozenset({"numpy", "__array__", "__dlpack__", "share_memory_"})
+# Namespaces of torch.ops whose names or versions tell of writes; others' schemas may not.
+_KNOWN_OPERATORS = frozenset({"aten", "prims", "vramx"})
 _FOR_GOOD = -1
 # Counts of memory that is gone wait until there are as many as of what lives, and so many more.
 _MOST_DEAD = 64
@@ -66,6 +69,8 @@ def may_write(func: Callable[..., Any]) -> bool:
         return True
     if name.endswith("_") and not name.endswith("__"):
         return True  # its argument may be an alias that `.data` gave
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        return str(func).split(".")[0] not in _KNOWN_OPERATORS
     module = str(getattr(func, "__module__", None) or "torch")
     return module.startswith("torch.distributed") or module.split(".")[0] != "torch"
 
