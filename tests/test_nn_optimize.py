@@ -124,11 +124,11 @@ def test_parameters_names_classes_and_state_stay() -> None:
     assert type(layer) is type(model.layers[1]) is not nn.TransformerEncoderLayer
 
 
-@pytest.mark.parametrize("how", ["no_grad", "eval", "integers"])
+@pytest.mark.parametrize("how", ["inference_mode", "eval", "integers"])
 def test_calls_that_do_not_train_go_the_original_way(how: str) -> None:
     original = encoder().train(how != "eval")
     model = optimised_copy(original)
-    with fused_calls() as calls, torch.set_grad_enabled(how != "no_grad"):
+    with fused_calls() as calls, torch.inference_mode(how == "inference_mode"):
         if how == "integers":
             with pytest.raises(RuntimeError):
                 model(src=INPUTS["src"].long())

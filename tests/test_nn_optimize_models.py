@@ -69,6 +69,20 @@ def test_padded_batches_are_masked_as_in_the_original(name: str, implementation:
     assert error(y, result_of(original, inputs)) > ROUNDING or name == "llama"
 
 
+@pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp", "recompute_all"])
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_a_training_pass_without_gradients_is_that_with_gradients(name: str, level: str) -> None:
+    """To the bit: a ratio of the two is to be 1."""
+    original, inputs = hugging_face(transformers, name)
+    model, found = optimised_copy(original, level), []
+    for with_gradients in (False, True):
+        torch.manual_seed(3)
+        with torch.set_grad_enabled(with_gradients), fused_calls() as calls:
+            found.append(result_of(model, inputs))
+        assert len(calls) == LAYERS
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("level", ["int8", "recompute_all"])
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_transforms_of_torch_differentiate_the_original(name: str, level: str) -> None:
@@ -136,8 +150,14 @@ def test_cache_in_training_is_filled_as_by_the_original() -> None:
     call = {**inputs, "use_cache": True}
     assert_computes(model, original, call, "int8", LAYERS)
     found, expected = model(**call), original(**call)
-    lengths = {out[cache_word(original)].get_seq_length() for out in (found, expected)}
-    assert lengths == {inputs["input_ids"].shape[1]}
+    with torch.no_grad():
+        model = optimised_copy(original, "recompute_all")
+        unread = model(**call)
+        tokens = inputs["input_ids"][:, :4]
+        texts = [each.generate(tokens, max_new_tokens=8) for each in (model, original)]
+    caches = [out[cache_word(original)] for out in (found, expected, unread)]
+    assert {each.get_seq_length() for each in caches} == {inputs["input_ids"].shape[1]}
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -212,8 +232,7 @@ def test_checkpointing_of_the_model_itself_works_on_top(reentrant: bool) -> None
         y = result_of(model, inputs)
         weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
         (y * weights).sum().backward()
-    # Once with gradients for each block, and once before unless that was without.
-    assert len(calls) == LAYERS * (1 if reentrant else 2)
+    assert len(calls) == 2 * LAYERS  # for the result, and for what is saved
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert error(gradient, gradient_of(original, inputs)) < INT8_NOISE
 

@@ -128,6 +128,18 @@ def exact(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("level", LEVELS)
 @every_family
+def test_a_training_pass_without_gradients_is_that_with_gradients(name: str, level: str) -> None:
+    model, inputs = on_gpu(name)
+    model, found = optimised(model, name, level), []
+    for with_gradients in (False, True):
+        torch.manual_seed(3)
+        with torch.set_grad_enabled(with_gradients), as_trained(name):
+            found.append(result_of(model, inputs))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@every_family
 def test_step_is_no_further_from_float64_than_the_originals(name: str, level: str) -> None:
     model, inputs = on_gpu(name)
     with fused_calls() as calls:

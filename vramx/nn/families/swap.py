@@ -179,7 +179,7 @@ class Fusing(Swapped):
         call = {**dict(zip(self.arguments[: len(args)], args, strict=True)), **kwargs}
         if not torch.compiler.is_compiling() and self.settings.level == RECOMPUTE_ALL:
             _refuse_left_empty(module, call)
-        fused = _learns(module, call) and not _is_called_otherwise()
+        fused = _trains(module, self.settings, call) and not _is_called_otherwise()
         fused = fused and self._finds_its_parts(module)
         if fused and module.vramx_understands(call):
             if self.settings.unverified and not _verified(module, self, call):
@@ -240,11 +240,19 @@ def _is_called_otherwise() -> bool:
     return True
 
 
-def _learns(module: Fused, call: dict[str, Any]) -> bool:
-    if not (module.training and torch.is_grad_enabled()):
+def _trains(module: Fused, settings: Settings, call: dict[str, Any]) -> bool:
+    """Tell whether a call is one of training, or one without gradients that is compared with such.
+
+    Of the latter nothing is kept. A ratio of probabilities of both, as PPO takes it, is to be 1 at
+    first. With a filled cache, as while text is generated, it is the original.
+    """
+    if not module.training or is_transformed():
         return False
-    if is_transformed():
-        return False
+    if not torch.is_grad_enabled():
+        cache = cache_of(call)[1]
+        is_filled = cache is not None and module.vramx_is_in(cache)
+        if is_filled or settings.unverified or torch.is_inference_mode_enabled():
+            return False
     x: Any = call.get(module.ARGUMENTS[0])
     return type(x) in PLAIN and x.is_floating_point() and not x.is_nested
 
@@ -268,6 +276,8 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
         if not compiles:
             warn_once(FILLED)
         return module.vramx_fused(x, **others)
+    if cache is not None and not torch.is_grad_enabled():
+        return module.vramx_fused(x, **others)  # nothing is recomputed, and the cache is read
     if cache is not None:
         others[name] = None
         if not compiles:
