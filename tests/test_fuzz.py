@@ -105,7 +105,14 @@ def power(of: str, *products: str) -> Failed:
     return packed(*lines, decisions=(NO_POWER, NO_FACTOR))
 
 
-SATURATED = ("h.tanh()", "h.sigmoid()", "torch.erf(h)", "(h * 2).mT.tanh().mT", "h.double().tanh()")
+# And how large its input is: all of the gradient comes from elements that a step is large beside.
+SATURATED = {
+    "h.tanh()": 60,
+    "h.sigmoid()": 100,
+    "torch.erf(h)": 60,
+    "(h * 2).mT.tanh().mT": 30,
+    "h.double().tanh()": 60,
+}
 BENT = ("F.gelu(h)", "F.silu(h)", "F.softplus(h)", "h * h", "h.pow(3)", "F.silu(h) * h")
 PRODUCTS = ("F.silu(h) * h", "torch.addcmul(h * 0, F.silu(h), h)", EINSUM.format("F.silu(h)"))
 FAILED: dict[str, Failed] = {
@@ -143,12 +150,11 @@ FAILED: dict[str, Failed] = {
         program((LINEAR,), ("h = pieces.scripted(self.a(h))",)),
         setting(style="module", training=False, exact=True),
     ),
-    # All of the gradient comes from elements that a step of the largest is large beside.
     **{
         f"a region that its input saturates, {line}": recomputed(
-            f"h = {line}.to(h.dtype)", "h = self.a(h) * 100"
+            f"h = {line}.to(h.dtype)", f"h = self.a(h) * {size}"
         )
-        for line in SATURATED
+        for line, size in SATURATED.items()
     },
     **{
         f"a region that bends its input, {line} of {name}": recomputed(
