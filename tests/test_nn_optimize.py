@@ -137,6 +137,14 @@ def test_calls_that_do_not_train_go_the_original_way(how: str) -> None:
     assert calls == []
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_training_passes_without_gradients_compile_whole(mode: Any) -> None:
+    model = optimised_copy(encoder())
+    with mode():
+        found = result_of(torch.compile(model, backend="aot_eager", fullgraph=True), INPUTS)
+    assert error(found, result_of(model, INPUTS)) < ROUNDING
+
+
 @pytest.mark.parametrize("part", ["linear1", "norm2"])
 @pytest.mark.parametrize("first", ["hook", "optimise"])
 def test_part_with_a_hook_is_called_as_it_is_and_reported(first: str, part: str) -> None:

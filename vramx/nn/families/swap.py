@@ -251,7 +251,10 @@ def _trains(module: Fused, settings: Settings, call: dict[str, Any]) -> bool:
     if not torch.is_grad_enabled():
         cache = cache_of(call)[1]
         is_filled = cache is not None and module.vramx_is_in(cache)
-        if is_filled or settings.unverified or torch.is_inference_mode_enabled():
+        if is_filled or settings.unverified:
+            return False
+        # What Dynamo traces asks nothing of the mode.
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             return False
     x: Any = call.get(module.ARGUMENTS[0])
     return type(x) in PLAIN and x.is_floating_point() and not x.is_nested
