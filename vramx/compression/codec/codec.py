@@ -19,7 +19,7 @@ as that rounds, |decoded - x| <= 2**-8 |x|; amax is of the others, and L = 126.
       rounded to an integer and |P - f| <= 2**-9. P = f where f is a multiple of 2**-8; over
       elements whose f are spread wider than that P - f averages out. The noise of one element, up
       to s / 2, is 256 times that bias; at 8 bits bfloat16 itself rounds the upper half of a
-      group's range by more. More random bits would be most of what a kernel computes.
+      group's range by more. Sixteen random bits would be a seventh of what a kernel computes.
 plus the rounding errors of float32, 2**-15 s, and of the tensor's own type, half its unit at x.
 A group with a NaN or an infinity decodes to NaN throughout, so that a check for overflow sees it.
 At the very end of float32's and bfloat16's range x + s overflows: a decoded element can be infinite
