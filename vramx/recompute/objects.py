@@ -89,8 +89,8 @@ class Before:
             )
 
 
-# Which of most calls' arguments are, and have neither.
-_NO_CACHES = frozenset((type(None), bool, int, float, str, tuple, Tensor))
+# What most arguments are of, which have neither. Dynamo of torch 2.6 to 2.8 traces no set of types.
+_NO_CACHES: list[type] = [type(None), bool, int, float, str, tuple, Tensor]
 
 
 def is_cache(value: Any) -> bool:
