@@ -237,6 +237,30 @@ def test_checkpointing_of_the_model_itself_works_on_top(reentrant: bool) -> None
     assert error(gradient, gradient_of(original, inputs)) < INT8_NOISE
 
 
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_checkpoints_of_the_model_drop_the_same_twice(
+    name: str, reentrant: bool, verify: bool
+) -> None:
+    """A reentrant one computes its result without gradients, and what is saved with them."""
+    original, inputs = hugging_face(transformers, name, dropout=0.3)
+    model, found = optimised_copy(original, "keep", verify=verify), []
+    model.enable_input_require_grads()
+    for checkpoints in (True, False):
+        model.gradient_checkpointing_disable()
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(4)
+        model.zero_grad()
+        y = result_of(model, inputs)
+        (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+        found.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
+    assert error(*found) < ROUNDING
+
+
 @pytest.mark.parametrize("level", ["int8", "recompute_mlp"])
 def test_nothing_is_packed_within_a_models_own_checkpoints(
     level: str, monkeypatch: pytest.MonkeyPatch

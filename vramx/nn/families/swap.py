@@ -179,7 +179,7 @@ class Fusing(Swapped):
         call = {**dict(zip(self.arguments[: len(args)], args, strict=True)), **kwargs}
         if not torch.compiler.is_compiling() and self.settings.level == RECOMPUTE_ALL:
             _refuse_left_empty(module, call)
-        fused = _trains(module, self.settings, call) and not _is_called_otherwise()
+        fused = _trains(module, call) and not _is_called_otherwise()
         fused = fused and self._finds_its_parts(module)
         if fused and module.vramx_understands(call):
             if self.settings.unverified and not _verified(module, self, call):
@@ -240,18 +240,18 @@ def _is_called_otherwise() -> bool:
     return True
 
 
-def _trains(module: Fused, settings: Settings, call: dict[str, Any]) -> bool:
-    """Tell whether a call is one of training, or one without gradients that is compared with such.
+def _trains(module: Fused, call: dict[str, Any]) -> bool:
+    """Tell whether a call is one of training, with gradients or without.
 
-    Of the latter nothing is kept. A ratio of probabilities of both, as PPO takes it, is to be 1 at
-    first. With a filled cache, as while text is generated, it is the original.
+    Of one without nothing is kept. It may be the first pass of a reentrant checkpoint, whose second
+    one is to drop the same, or what a ratio is taken of that is to be 1, as PPO does. With a filled
+    cache, as while text is generated, it is the original.
     """
     if not module.training or is_transformed():
         return False
     if not torch.is_grad_enabled():
         cache = cache_of(call)[1]
-        is_filled = cache is not None and module.vramx_is_in(cache)
-        if is_filled or settings.unverified:
+        if cache is not None and module.vramx_is_in(cache):
             return False
         # What Dynamo traces asks nothing of the mode.
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
