@@ -22,8 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vramx.compression.config import Compression
 from vramx.nn import attention_kernels as kernels
-from vramx.nn.attention import Attended, scaled_dot_product_attention
+from vramx.nn.attention import Attended, attention_linear, scaled_dot_product_attention
 from vramx.nn.functional import linear
+from vramx.nn.readers import Behind
 
 BATCH, HEADS, KEY_HEADS, TOKENS, KEYS, SIZE = 2, 8, 2, 6, 9, 16
 PACKED_QUERIES = Compression(policy={"scaled_dot_product_attention:0,1": "int8"})
@@ -259,3 +260,28 @@ def test_backward_takes_a_result_that_was_kept(of_queries: list[int]) -> None:
         (q, k, packs[2], None, *given),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_a_kernel_that_drops_is_called_without_gradients_too(
+    dropout_p: float, with_gradients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a reentrant checkpoint's two passes only one has gradients, and both are to drop alike."""
+    calls: list[float] = []
+
+    def noted(call: kernels.Call, *others: Any) -> Any:
+        calls.append(call.dropout_p)
+        y, sums, *_ = forward(call._replace(dropout_p=0.0), *others)
+        return y, sums, torch.tensor(0), torch.tensor(0)
+
+    forward = kernels.forward
+    monkeypatch.setattr(kernels, "choose", lambda *_, **__: kernels.HOST)
+    monkeypatch.setattr(kernels, "forward", noted)
+    tensors, weight = inputs(), sample(5, HEADS * SIZE, seed=6)
+    with torch.set_grad_enabled(with_gradients):
+        attended = attend(*tensors, dropout_p=dropout_p)
+        linear(rows(attended.y), weight, kept=attended.kept)
+        q, k, v = tensors
+        attention_linear((q, k, v), Behind(weight), dropout_p=dropout_p, enable_gqa=True)
+    assert calls == ([dropout_p] * 2 if with_gradients or dropout_p else [])

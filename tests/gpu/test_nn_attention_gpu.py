@@ -178,3 +178,17 @@ def test_a_benchmarks_window_is_that_of_a_mask(ours: bool) -> None:
         expected = y, *torch.autograd.grad(y, tensors, dy)
         for each, exact in zip(found, expected, strict=True):
             assert (each - exact).norm() <= 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_a_pass_without_gradients_drops_what_one_with_gradients_does(tokens: int) -> None:
+    tensors = [
+        torch.randn(2, 4, tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
+    found = []
+    for with_gradients in (False, True):
+        torch.manual_seed(3)
+        with torch.set_grad_enabled(with_gradients):
+            found.append(scaled_dot_product_attention(*tensors, dropout_p=0.3).y)
+    assert torch.equal(*found)

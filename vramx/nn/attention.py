@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from vramx.compression import enclosing
 from vramx.compression.config import BITS, Compression, rules_of
-from vramx.nn import arguments, keeping, linear
+from vramx.nn import arguments, keeping, linear, passes
 from vramx.nn import attention_kernels as kernels
 from vramx.nn import sides as beside
 from vramx.nn.keeping import Kept
@@ -182,10 +182,10 @@ def _attend(
     values: Callable[[], Tensor] | None = None,
 ) -> tuple[tuple[Any, ...], list[int]] | None:
     """Return the operator's first four results, and how values are kept; None: by no kernel."""
-    form = keeping.form_of(keep, *heads)
-    if form[0] == keeping.NOTHING:
-        return None
     mask, dropout_p, is_causal, scale, enable_gqa = options
+    form = keeping.form_of(keep, *heads)
+    if form[0] == keeping.NOTHING and not (dropout_p and _precedes_packing(keep)):
+        return None
     mask, (q, k, v) = _cast(mask, *heads)
     call = kernels.Call(kernels.NO_KERNEL, dropout_p, is_causal, scale)
     kernel = kernels.choose((q, k, v), mask, call, enable_gqa)
@@ -200,6 +200,15 @@ def _attend(
     form = list(keeping.AS_IT_IS)
     with _made_again(v, values):
         return attention_operator(q, k, v, *rest, form, of_queries)[:4], form
+
+
+def _precedes_packing(keep: Compression | None) -> bool:
+    """Tell whether a call without gradients may be made again with them, and would pack then.
+
+    So a reentrant checkpoint does. Kernels draw other masks of dropout: it is to have the same one.
+    """
+    again = not torch.is_grad_enabled() and not passes.saves_are_brief()
+    return again and keeping.spec_of(keep).bits != keeping.RAW
 
 
 def _may_hook() -> bool:
