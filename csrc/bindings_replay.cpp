@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "bindings_values.h"
 #include "replay/replay.h"
 
 namespace vramx::bindings {
@@ -171,13 +172,13 @@ class Replay {
     const std::size_t at = event < 0 ? trace_.peak_event() : static_cast<std::size_t>(event);
     const auto placed = replay::layout_after(trace_, at);
     if (!placed.ok()) fail(placed.status());
-    constexpr const char* kKinds[] = {"block", "alias", "free"};
     py::list spans;
     for (const replay::Placed& each : placed.value()) {
       py::dict span;
       span["address"] = each.address.value;
       span["size"] = each.size.count;
-      span["kind"] = kKinds[static_cast<std::size_t>(each.kind)];
+      span["kind"] =
+          bindings::name_of<replay::Placed::Kind::kFree>(each.kind, {"block", "alias", "free"});
       span["allocation"] = each.id;
       spans.append(span);
     }

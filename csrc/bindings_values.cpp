@@ -63,13 +63,13 @@ py::dict report_dict(const DefragmentReport& report) {
 }
 
 py::list layout_list(const DeviceAllocator& allocator) {
-  constexpr const char* kStates[] = {"used", "free", "unmapped", "building"};
   py::list spans;
   for (const SpanInfo& span : allocator.layout()) {
     py::dict item;
     item["address"] = span.address.value;
     item["size"] = span.size.count;
-    item["state"] = kStates[static_cast<std::size_t>(span.state)];
+    item["state"] =
+        name_of<SpanState::kBorder>(span.state, {"used", "free", "unmapped", "building", "border"});
     item["block"] = span.block.value;
     spans.append(item);
   }
@@ -77,12 +77,13 @@ py::list layout_list(const DeviceAllocator& allocator) {
 }
 
 py::list events_list(const DeviceAllocator& allocator) {
-  constexpr const char* kKinds[] = {"allocate", "free",   "record_stream", "grow",
-                                    "shrink",   "stitch", "out_of_memory"};
   py::list result;
   for (const TraceEvent& event : allocator.events()) {
-    result.append(py::make_tuple(kKinds[static_cast<std::size_t>(event.kind)], event.address.value,
-                                 event.size.count, static_cast<std::uint64_t>(event.stream)));
+    const char* kind = name_of<TraceKind::kOutOfMemory>(
+        event.kind,
+        {"allocate", "free", "record_stream", "grow", "shrink", "stitch", "out_of_memory"});
+    result.append(py::make_tuple(kind, event.address.value, event.size.count,
+                                 static_cast<std::uint64_t>(event.stream)));
   }
   return result;
 }

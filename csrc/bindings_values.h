@@ -4,11 +4,19 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
 #include <string>
 
 #include "core/device_allocator.h"
 
 namespace vramx::bindings {
+
+// An enumerator's name: all up to the last have one.
+template <auto kLast, std::size_t n>
+const char* name_of(decltype(kLast) value, const char* const (&names)[n]) {
+  static_assert(n == static_cast<std::size_t>(kLast) + 1, "an enumerator without a name");
+  return names[static_cast<std::size_t>(value)];
+}
 
 pybind11::dict stats_dict(const AllocatorStats& stats);
 pybind11::dict report_dict(const DefragmentReport& report);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -142,6 +143,9 @@ def test_the_layout_tiles_the_arena_and_names_the_blocks(device: SimulatedDevice
     assert all(a["address"] + a["size"] == b["address"] for a, b in pairwise(spans))
     assert [s["address"] for s in spans if s["block"] == stitched] == pieces
     assert sum(s["size"] for s in spans if s["state"] == "used") == live(device)
+    # Between the zones of small and large chunks lies one granule that is never mapped.
+    assert Counter(s["state"] for s in spans)["border"] == 1
+    assert {s["state"] for s in spans} <= {"used", "free", "unmapped", "border"}
 
 
 @pytest.mark.parametrize("ring", [2, 0])

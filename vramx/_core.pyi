@@ -102,7 +102,7 @@ class _DefragmentReport(TypedDict):
 class _Span(TypedDict):
     address: int
     size: int
-    state: Literal["used", "free", "unmapped", "building"]
+    state: Literal["used", "free", "unmapped", "building", "border"]
     block: int  # the address that the owner holds; 0 where there is none
 
 class Replay:
