@@ -91,7 +91,8 @@ def test_what_is_large_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for name in ("wholes", "objects"):
         monkeypatch.setattr(
-            f"vramx.recompute.{name}.another", lambda x: copied.append(getattr(x, "nbytes", 0)) or x
+            f"vramx.recompute.{name}.another",
+            lambda x, known=None: copied.append(getattr(x, "nbytes", 0)) or x,
         )
     data = types.SimpleNamespace(tokens=np.zeros(MOST_BYTES + 1, np.uint8), batches=[])
     module = Scaled()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import functools
+import itertools
+import sys
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,28 +27,56 @@ CHECKPOINT = functools.partial(vramx.checkpoint, level="keep")
 class Takes(nn.Module):
     def __init__(self, source: Any) -> None:
         super().__init__()
-        self.source, self.unused = source, (i for i in range(3))
+        self.source = source
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.sin() * next(self.source)
+        return x.sin() * number_of(next(self.source))
 
 
+def number_of(item: Any) -> float:
+    return float(item if isinstance(item, (float, str)) else item[0])
+
+
+# Iterators without copies, of which no one else can be had.
+SOURCES: dict[str, Callable[[], Iterator[Any]]] = {
+    "generator": lambda: (float(i) for i in range(4)),
+    "pairwise": lambda: itertools.pairwise([1.0, 2.0, 3.0]),
+    "callable_iterator": lambda: iter(iter([1.0, 2.0]).__next__, None),
+    "reader": lambda: csv.reader(["1", "2"]),
+    "zip": lambda: zip((i for i in "12"), "34", strict=True),
+}
+if sys.version_info >= (3, 14):
+    SOURCES |= {
+        "chain": lambda: itertools.chain([1.0], [2.0]),
+        "cycle": lambda: itertools.cycle([1.0, 2.0]),
+        "count": lambda: itertools.count(1.0),
+        "islice": lambda: itertools.islice(map(float, "123"), 2),
+        "product": lambda: itertools.product([1.0], [2.0, 3.0]),
+    }
+# Those that tell how far they are.
+SEEN = SOURCES.keys() - {"callable_iterator", "reader", "zip", "cycle"}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("way", ["argument", "closure", "attribute"])
-def test_a_generator_that_a_region_reaches_is_told_of(way: str) -> None:
-    source = (float(i) for i in range(4))
+def test_an_iterator_without_copies_that_a_region_reaches_is_told_of(way: str, kind: str) -> None:
+    source = SOURCES[kind]()
     region, given = {
-        "argument": (lambda x, source: x.sin() * next(source), [source]),
-        "closure": (lambda x: x.sin() * next(source), []),
+        "argument": (lambda x, source: x.sin() * number_of(next(source)), [source]),
+        "closure": (lambda x: x.sin() * number_of(next(source)), []),
         "attribute": (Takes(source), []),
     }[way]
-    with pytest.warns(VramxWarning, match="reaches a generator, which cannot be copied"):
+    with pytest.warns(VramxWarning, match=f"reaches a {kind}, which cannot be copied"):
         CHECKPOINT(region, activation(8, WIDTH), *given)
 
 
-def test_a_generator_that_no_call_takes_from_is_not_told_of() -> None:
+@pytest.mark.parametrize("kind", sorted(SEEN))
+def test_an_iterator_that_no_call_takes_from_is_not_told_of(kind: str) -> None:
+    region = Takes(iter([1.0]))
+    region.unused = SOURCES[kind]()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        CHECKPOINT(Takes(iter([1.0])), activation(8, WIDTH))
+        CHECKPOINT(region, activation(8, WIDTH))
 
 
 def test_a_tensor_of_a_function_that_it_writes_into_is_told_of() -> None:

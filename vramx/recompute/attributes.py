@@ -21,7 +21,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_not
-from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -38,7 +38,14 @@ from vramx.recompute.objects import (
     differs,
     version_of,
 )
-from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, progress_of, tell_of_advance
+from vramx.recompute.wholes import (
+    CONTAINERS,
+    as_now,
+    has_no_other,
+    is_whole,
+    progress_of,
+    tell_of_advance,
+)
 
 # What every module has beside what is as it was: members, hooks, what is done to it.
 OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl"}) - {"training"}
@@ -127,7 +134,7 @@ class _Before:
         self._changed: set[str] | frozenset[str] = _NO_NAMES
         self._thens: dict[str, Any] = _NOTHING
         self._left_bytes = MOST_BYTES  # of copies of tensors
-        self._going: Sequence[tuple[Any, Any]] = ()  # generators, and how far they were
+        self._going: Sequence[tuple[Any, Any]] = ()  # what has no copies, and how far it was
         if type(module).__module__.startswith(_INERT):
             return
         known = _known_of(module).get(self._is_training)
@@ -139,7 +146,7 @@ class _Before:
         self._thens = {name: self._then(name, copies) for name in self._names(names)}
         if self._is_new:
             values = self._values.values()
-            self._going = [(x, progress_of(x)) for x in values if type(x) is GeneratorType]
+            self._going = [(x, progress_of(x)) for x in values if has_no_other(x)]
 
     @property
     def generators(self) -> list[Any]:
@@ -165,9 +172,9 @@ class _Before:
     def note(self) -> None:
         """Note what the module's first run changed."""
         own, values = self._own, self._values
-        for generator, then in self._going:
-            if progress_of(generator) != then:
-                tell_of_advance(generator)
+        for iterator, then in self._going:
+            if progress_of(iterator) != then:
+                tell_of_advance(iterator)
         self._going = ()
         if not self._is_new and self._is_as_before():
             return

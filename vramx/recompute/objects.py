@@ -17,7 +17,6 @@ import enum
 import functools
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from operator import is_not
 from typing import Any
 
@@ -28,6 +27,7 @@ from vramx.recompute.wholes import (
     CONTAINERS,
     another,
     as_now,
+    has_no_other,
     is_other,
     is_whole,
     tell_of_advance,
@@ -121,7 +121,7 @@ def as_before(leaf: Any) -> Any:
     """
     if isinstance(leaf, _SHARED) or not (_has_state(leaf) or is_whole(type(leaf))):
         return leaf
-    if isinstance(leaf, Iterator) and is_whole(type(leaf)) and another(leaf) is leaf:
+    if has_no_other(leaf):
         tell_of_advance(leaf)
         return leaf
     try:
@@ -241,7 +241,7 @@ class Copier:
             self._left_bytes -= getattr(value, "nbytes", 0)
             if self._left_bytes < 0:
                 raise TooLargeError
-            self._copies[id(value)] = made = another(value)
+            self._copies[id(value)] = made = another(value, self._copies)
             return made
         if not _has_state(value):
             return value

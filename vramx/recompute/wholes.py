@@ -9,6 +9,9 @@ takes a microsecond, and of an array as long as its bytes take.
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
+import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
@@ -45,10 +48,15 @@ def _is_whole(cls: Any) -> bool:
 is_whole = found_of(_is_whole)
 
 
-def another(whole: Any) -> Any:
+class _NoOtherError(Exception):
+    """There is only the one."""
+
+
+def another(whole: Any, known: dict[int, Any] | None = None) -> Any:
     """Return a copy of an array, or an iterator that gives the same items next.
 
-    Itself where there is none: of a generator, and from Python 3.14 on of itertools.
+    Itself where there is none: of a generator, of what calls a function, of most that libraries
+    make, and from Python 3.14 on of itertools. `known` has the copies that were made, by id.
 
     Example:
         >>> numbers = iter([1, 2])
@@ -57,15 +65,69 @@ def another(whole: Any) -> Any:
     """
     if _is_array(type(whole)):
         return whole.copy()
+    made = {} if known is None else dict(known)
     try:
-        made, given, *state = whole.__reduce__()
-    except TypeError:
+        other = _other(whole, made)
+    except _NoOtherError:
         return whole
-    again = made(*(another(each) if isinstance(each, Iterator) else each for each in given))
-    for each in state:
-        if each is not None:  # of a cycle also the items that it has seen, to which it adds
-            again.__setstate__(tuple(map(copy.copy, each)) if type(each) is tuple else each)
-    return again
+    if known is not None:
+        known.update(made)
+    return other
+
+
+def _other(iterator: Any, made: dict[int, Any]) -> Any:
+    """Return an iterator that takes from others of those that this one takes from."""
+    if id(iterator) in made:
+        return made[id(iterator)]
+    kind: Any = type(iterator)
+    if hasattr(kind, "__copy__"):  # of itertools.tee, which shares what it has taken
+        other = copy.copy(iterator)
+    elif kind.__reduce__ is object.__reduce__ or kind is _CALLING:
+        raise _NoOtherError
+    else:
+        try:
+            make, given, *states = iterator.__reduce__()
+        except TypeError:
+            raise _NoOtherError from None
+        other = make(*(_others_in(each, made) for each in given))
+        for state in states:
+            if state is not None:
+                other.__setstate__(_state_of(state, made))
+    made[id(iterator)] = other
+    return other
+
+
+# Its function has a state of its own.
+_CALLING = type(iter(int, 1))
+
+
+def _others_in(value: Any, made: dict[int, Any]) -> Any:
+    """Return what an iterator is of, with others of the iterators that it holds."""
+    if isinstance(value, Iterator):
+        return _other(value, made)
+    if type(value) not in (tuple, list) or len(value) > _MOST_ITEMS:
+        return value
+    if not any(isinstance(each, Iterator) for each in value):
+        return value
+    return type(value)(_others_in(each, made) for each in value)
+
+
+def _state_of(state: Any, made: dict[int, Any]) -> Any:
+    """Return the same of a state; of a cycle it has the items so far, to which the cycle adds."""
+    if type(state) is not tuple:
+        return _others_in(state, made)
+    return tuple(copy.copy(x) if type(x) is list else _others_in(x, made) for x in state)
+
+
+def has_no_other(value: Any) -> bool:
+    """Tell whether a value is an iterator that cannot be copied.
+
+    Example:
+        >>> has_no_other(iter([1])), has_no_other(i for i in [1])
+        (False, True)
+    """
+    is_iterator = is_whole(type(value)) and isinstance(value, Iterator)
+    return is_iterator and another(value) is value
 
 
 def as_now(value: Any, depth: int = _MOST_DEPTH) -> Any:
@@ -104,12 +166,32 @@ def is_other(then: Any, now: Any) -> bool:
     return not _is_array(type(now)) or then.tobytes() != now.tobytes()
 
 
-def progress_of(generator: GeneratorType[Any, Any, Any]) -> Any:
-    """Return what differs where a generator has gone on, as far as its frame tells."""
-    frame = generator.gi_frame
-    if frame is None:
-        return None
-    return frame.f_lasti, [id(value) for value in frame.f_locals.values()]
+def progress_of(iterator: Any, depth: int = _MOST_DEPTH) -> Any:
+    """Return what differs where an iterator without copies has gone on.
+
+    Of what does not tell, something else each time.
+    """
+    kind = type(iterator)
+    if kind is GeneratorType:
+        frame = iterator.gi_frame
+        if frame is None:
+            return None
+        return frame.f_lasti, [id(value) for value in frame.f_locals.values()]
+    if kind.__module__ != "itertools" or kind is itertools.cycle:
+        return object()
+    return repr(iterator), [_progress_in(each, depth - 1) for each in gc.get_referents(iterator)]
+
+
+def _progress_in(value: Any, depth: int) -> Any:
+    """Return what differs where what an iterator refers to was taken from."""
+    if type(value) in (tuple, list) and len(value) <= _MOST_ITEMS and depth:
+        return [_progress_in(each, depth - 1) for each in value]
+    if not isinstance(value, Iterator) or not depth:
+        return id(value)
+    if type(value) is GeneratorType or type(value).__module__ == "itertools":
+        return progress_of(value, depth)
+    left = operator.length_hint(value, -1)
+    return left, [_progress_in(each, depth - 1) for each in gc.get_referents(value)]
 
 
 def tell_of_advance(iterator: Any) -> None:
