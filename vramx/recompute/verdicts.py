@@ -32,11 +32,13 @@ _VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, 
 
 class Verdict(NamedTuple):
     """What a watched call showed: the operation that is not smooth, empty where all are; the norms
-    that read its inputs, by the input's number; and which inputs are packed as roots."""
+    that read its inputs, by the input's number; which inputs are packed as roots; and which are
+    kept as they are."""
 
     rough: str
     norms: Mapping[int, Norm] = MappingProxyType({})
     rooted: frozenset[int] = frozenset()
+    exact: frozenset[int] = frozenset()
 
 
 _seen: OrderedDict[Hashable, Verdict] = OrderedDict()
