@@ -150,6 +150,26 @@ def test_the_edge_is_one_that_packing_crosses(name: str, monkeypatch: pytest.Mon
     assert (found - expected).abs().max() > 0.3
 
 
+@pytest.fixture(scope="module")
+def scripted() -> Callable[[Tensor], Tensor]:
+    """Return what runs without Python, past modes that see functions of torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has newer ways
+        function: Callable[[Tensor], Tensor] = torch.jit.script(_clamped)
+    return function
+
+
+def _clamped(x: Tensor) -> Tensor:
+    return (x.sin() / 2) * (x * 2)
+
+
+def test_a_region_with_a_scripted_function_is_packed(
+    scripted: Callable[[Tensor], Tensor], packs: Packs
+) -> None:
+    gradient(lambda x: vramx.checkpoint(lambda y: scripted(y) @ y.t(), x, level=SMALL))
+    assert packs.sizes == [64 * 16]
+
+
 SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3, is_causal=True),
     "norm by hand": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),

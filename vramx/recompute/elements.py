@@ -23,6 +23,8 @@ from torch import Tensor, strided
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from vramx.recompute.objects import storage_of
+
 _SATURATING = frozenset(
     f"aten::{name}"
     for name in ("tanh", "sigmoid", "erf", "special_expit", "log_sigmoid_forward", "glu")
@@ -85,7 +87,7 @@ class Elements:
         self.exact: frozenset[int] = frozenset()
         self._memory: dict[int, _Elements] = {}
         for number, x in enumerate(inputs):
-            storage = x.untyped_storage()._cdata
+            storage = storage_of(x)
             numbers = self._memory.get(storage, _NONE).read | {number}
             self._memory[storage] = _Elements(numbers, terms=numbers)
         # Of other memory, which may be used again as soon as it is free: by the tensor.
@@ -143,4 +145,4 @@ class Elements:
         if not isinstance(x, Tensor) or x.layout is not strided:  # others have no storage
             return _NONE
         found: _Elements | None = self._functions.get(x)
-        return self._memory.get(x.untyped_storage()._cdata, _NONE) if found is None else found
+        return self._memory.get(storage_of(x), _NONE) if found is None else found
