@@ -150,6 +150,26 @@ def test_the_edge_is_one_that_packing_crosses(name: str, monkeypatch: pytest.Mon
     assert (found - expected).abs().max() > 0.3
 
 
+@pytest.fixture(scope="module")
+def scripted() -> Callable[[Tensor], Tensor]:
+    """Return what runs without Python, past modes that see functions of torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has newer ways
+        function: Callable[[Tensor], Tensor] = torch.jit.script(_clamped)
+    return function
+
+
+def _clamped(x: Tensor) -> Tensor:
+    return (x.sin() / 2) * (x * 2)
+
+
+def test_a_region_with_a_scripted_function_is_packed(
+    scripted: Callable[[Tensor], Tensor], packs: Packs
+) -> None:
+    gradient(lambda x: vramx.checkpoint(lambda y: scripted(y) @ y.t(), x, level=SMALL))
+    assert packs.sizes == [64 * 16]
+
+
 SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3, is_causal=True),
     "norm by hand": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
@@ -165,7 +185,7 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "rotation": lambda x: torch.cat((-x[:, 8:], x[:, :8]), 1) * torch.arange(16).float().cos(),
     "half precision": lambda x: (x.bfloat16() @ x.bfloat16().t()).float().softmax(-1),
     "scaled": lambda x: (x / 8).square() - x.mean(),
-    "cross entropy": lambda x: F.cross_entropy(x, torch.arange(64) % 16),
+    "cross entropy": lambda x: F.cross_entropy(x @ torch.ones(16, 16), torch.arange(64) % 16),
     "lists": lambda x: torch.stack([part.sin() for part in x.chunk(4, 1)], 0),
     "noise": lambda x: x.sin() + torch.randn_like(x),
 }
@@ -176,6 +196,43 @@ def test_a_smooth_region_is_packed(name: str, packs: Packs) -> None:
     for _ in range(2):
         gradient(lambda x: vramx.checkpoint(SMOOTH[name], x, level=SMALL))
     assert packs.sizes == [64 * 16] * 2
+
+
+# Of a hidden state and of scores on which a mask has been put.
+LOWER = torch.ones(64, 64, dtype=torch.bool).tril(-40)
+SOFTMAXES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "scores that are added": lambda x, s: (x @ x.t() + s).softmax(-1) @ x,
+    "in place": lambda x, s: (x @ x.t()).add_(s.clone()).softmax(-1) @ x,
+    "masked once more": lambda x, s: (x @ x.t() + s).masked_fill(LOWER, -1e4).softmax(-1) @ x,
+    "with others beside them": lambda x, s: torch.cat((x @ x.t(), s), 1).softmax(-1)[:, :64] @ x,
+    "a mask of attention": lambda x, s: F.scaled_dot_product_attention(
+        *(x[None, None],) * 3, attn_mask=s
+    ),
+    "logits": lambda x, s: F.cross_entropy(s, torch.arange(64)) + x.sin(),
+}
+
+
+@pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min, -1e4])
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_what_a_softmax_takes_is_kept_exactly_and_the_rest_packed(
+    name: str, hidden: float, packs: Packs
+) -> None:
+    def gradients(call: Callable[..., Tensor]) -> list[Tensor]:
+        x = (torch.randn(64, 16) * 0.5).requires_grad_()
+        mask = torch.ones(64, 64, dtype=torch.bool).triu(1)
+        scores = torch.randn(64, 64).masked_fill(mask, hidden).requires_grad_()
+        call(x * 1, scores * 1).square().sum().backward()  # a leaf would not be packed
+        assert x.grad is not None
+        assert scores.grad is not None
+        return [x.grad, scores.grad]
+
+    torch.manual_seed(0)
+    expected = gradients(SOFTMAXES[name])
+    torch.manual_seed(0)
+    found = gradients(lambda *both: vramx.checkpoint(SOFTMAXES[name], *both, level=SMALL))
+    assert packs.sizes == [64 * 16]
+    for one, other in zip(found, expected, strict=True):
+        assert F.cosine_similarity(one.flatten(), other.flatten(), 0) > 0.99
 
 
 def test_what_keeps_inputs_exact_is_named_once() -> None:

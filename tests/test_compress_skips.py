@@ -6,6 +6,7 @@ transposed or copied on its way.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from policy_tools import SelfAttention, saved_reason
 from torch import nn
 from torch.nn.utils import parametrizations
 
+import vramx
+from vramx.compression.config import Compression
 from vramx.compression.hooks import compress
 from vramx.compression.policy import weights
 from vramx.errors import UnsupportedTensorError
@@ -179,6 +182,33 @@ def test_sparse_and_nested_tensors_are_kept() -> None:
     assert "packed" not in reasons
 
 
+def ragged(*parts: torch.Tensor) -> torch.Tensor:
+    """Return attention over parts of unequal lengths: of tensors that have no sizes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        x = torch.nested.as_nested_tensor(list(parts))
+    scores = torch.softmax(torch.matmul(x, x.transpose(1, 2)), -1)
+    return torch.nested.to_padded_tensor(torch.matmul(scores, x), 0.0)
+
+
+@pytest.mark.parametrize("way", ["compress", "checkpoint", "exact checkpoint"])
+def test_nested_tensors_without_sizes_are_kept(way: str) -> None:
+    leaves = [input_of(3, 8), input_of(5, 8)]
+    parts = [leaf * 1 for leaf in leaves]
+    expected = torch.autograd.grad(ragged(*parts).square().sum(), leaves, retain_graph=True)
+    if way == "compress":
+        with compress(min_bytes=0) as stats:
+            result = ragged(*parts)
+        assert stats.kept["layout"].tensors > 0
+    else:
+        level: Any = "keep" if way == "exact checkpoint" else Compression(min_bytes=0)
+        result = vramx.checkpoint(ragged, *parts, level=level)
+    for found, exact in zip(
+        torch.autograd.grad(result.square().sum(), leaves), expected, strict=True
+    ):
+        assert functional.cosine_similarity(found.flatten(), exact.flatten(), 0) > 0.999
+
+
 def test_a_tensor_subclass_is_kept_and_its_gradient_right() -> None:
     class Tagged(torch.Tensor):
         pass
@@ -196,6 +226,7 @@ def test_a_tensor_subclass_is_kept_and_its_gradient_right() -> None:
     [
         (lambda x: (x.double() * 1).sin(), r"sin saves a tensor of size \(8, 8\).*float64"),
         (lambda x: torch.complex(x, x).sin(), "sin saves a tensor.*complex64; accepted are"),
+        (lambda x: ragged(x * 1, x[:4] * 1), r"saves a tensor of size \(3, 96\).* layout"),
     ],
 )
 def test_strict_names_the_tensor_and_the_rule(function: Any, words: str) -> None:

@@ -99,6 +99,30 @@ def test_tensors_of_one_storage_share_one() -> None:
 # -- Layers whose kernels read data ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("library", [__name__, "torch.nn.modules.linear"])
+def test_a_function_that_a_module_holds_reads_the_copies_of_its_weights(library: str) -> None:
+    """As a head does that is tied to an embedding, in a library or not."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(64, 64)
+            self.head = lambda x: x @ self.embedding.weight.t()
+            self.head.__module__ = library
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.embedding(x))
+
+    tied, tokens = Tied(), torch.arange(64)
+
+    def step() -> None:
+        tied.zero_grad()
+        tied(tokens).square().sum().backward()
+
+    assert peak(step) >= 4 * 64 * 64 * 4
+    assert tied.embedding.weight.grad is None
+
+
 def test_ctc_is_followed() -> None:
     x = torch.randn(50, 4, 20, requires_grad=True)
     targets = torch.randint(1, 20, (4, 10))

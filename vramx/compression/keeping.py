@@ -35,7 +35,7 @@ class Keeper:
         self._table = table
 
     def keep(self, tensor: torch.Tensor, operation: Operation, reason: str) -> Reference | Restored:
-        if type(tensor) in PLAIN and tensor.layout is STRIDED:
+        if type(tensor) in PLAIN and tensor.layout is STRIDED and not tensor.is_nested:
             nbytes = tensor.nbytes if tensor.is_contiguous() else covered_bytes(tensor)
             if reason in policy.EXAMINED and nbytes:
                 storage = tensor.untyped_storage()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vramx.compression.codec.geometry import Geometry, restore
+from vramx.compression.codec.geometry import Geometry, restore, shape_of
 from vramx.compression.codec.mapping import Mapping
 from vramx.compression.config import MASK_BITS, Format
 from vramx.compression.lifetime import current_stream, outlive
@@ -59,7 +59,7 @@ def check_version(tensor: torch.Tensor, expected: int) -> None:
     if tensor._version != expected:
         raise ModifiedInPlaceError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {tensor.type()} {list(tensor.shape)} is at version {tensor._version}; "
+            f"operation: {tensor.type()} {list(shape_of(tensor))} is at version {tensor._version}; "
             f"expected version {expected} instead"
         )
 

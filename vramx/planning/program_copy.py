@@ -65,6 +65,7 @@ class Copied:
         self.values = tuple(self._copy(value) for value in values)
         for model in found.models:
             self._copy_hooks_of_modules(model)
+            self._copy_functions_of_modules(model)
         self.found = found_in(*self.values)
 
     def _prepare(self, found: Found) -> None:
@@ -143,6 +144,21 @@ class Copied:
             for own, copied in zip(hooks_of_modules(model), hooks_of_modules(made), strict=True):
                 copied.update((key, self._copy(hook)) for key, hook in own.items())
 
+    def _copy_functions_of_modules(self, model: nn.Module) -> None:
+        """Have functions that modules hold, as over their own weights, refer to what is copied."""
+        made = self._memo.get(id(model))
+        for module in () if made is None else made.modules():
+            for name, value in vars(module).items():
+                if self._is_over_copied(value):
+                    vars(module)[name] = self._copy_function(value)
+
+    def _is_over_copied(self, value: Any) -> bool:
+        """Tell whether a value is a function, of a library perhaps, that closes over a model."""
+        if not isinstance(value, types.FunctionType):
+            return False
+        cells = filter(is_filled, value.__closure__ or ())
+        return any(id(cell.cell_contents) in self._memo for cell in cells)
+
     def _copied_attribute(self, value: Any) -> Any:
         try:
             return copy.deepcopy(value, self._memo)
@@ -203,7 +219,7 @@ class Copied:
             return functools.partial(
                 self._copy(function.func), *map(self._copy, function.args), **keywords
             )
-        if not is_followed(function):
+        if not is_followed(function) and not self._is_over_copied(function):
             return function
         if id(function) in self._functions:
             return self._functions[id(function)]

@@ -28,6 +28,7 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import _StopRecomputationError
 
 from vramx.compression import enclosing
+from vramx.compression.codec.geometry import shape_of
 from vramx.compression.compiler import run_uncompiled
 from vramx.errors import RecomputationError
 
@@ -108,7 +109,7 @@ _OF_ONE_LIST = sys.getrefcount(_alone[0])
 
 
 def _form(tensor: Tensor) -> int:
-    return hash((tensor.shape, tensor.dtype, tensor.device))
+    return hash((shape_of(tensor), tensor.dtype, tensor.device))
 
 
 class _Keep:
@@ -127,8 +128,8 @@ class _Keep:
         is_held = self._numbers.is_held(index)
         if is_held and _form(tensor) != forms[index]:
             raise RecomputationError(
-                f"a recomputation saved a tensor of {tensor.dtype}, shape {list(tensor.shape)} and "
-                f"{tensor.device} where the forward pass saved another: it took another way"
+                f"a recomputation saved a tensor of {tensor.dtype}, shape {list(shape_of(tensor))} "
+                f"and {tensor.device} where the forward pass saved another: it took another way"
             )
         # Detached: the graph that this run makes goes with it.
         tensor = tensor.detach() if tensor.requires_grad else tensor

@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 
 from vramx.errors import warn_once
 from vramx.patch.references import globals_of, parts_of
-from vramx.recompute.objects import version_of
+from vramx.recompute.objects import storage_of, version_of
 
 _Members = dict[str, Any]  # the buffers of a module, or its parameters
 
@@ -112,7 +112,7 @@ class Buffers:
             if isinstance(target, (list, tuple)):
                 self.note_write(target)
             elif isinstance(target, Tensor) and target.layout is torch.strided:
-                self._memory.add(_storage(target))
+                self._memory.add(storage_of(target))
 
     def _is_written(self, seen: _Seen) -> bool:
         now: Any = seen.members.get(seen.name)
@@ -127,7 +127,7 @@ class Buffers:
             return True
         if seen.address >= 0 and _address(now) != seen.address:
             return True
-        return bool(self._memory) and _storage(now) in self._memory
+        return bool(self._memory) and storage_of(now) in self._memory
 
     def settle(self) -> None:
         """Note what the first run wrote."""
@@ -205,7 +205,7 @@ def _as_they_lay(sources: list[Tensor | None], now: list[Any]) -> list[Tensor | 
     shared: dict[int, list[int]] = {}
     for i, tensor in enumerate(now):
         if type(tensor) in (Tensor, nn.Parameter) and copies[i] is not None:
-            shared.setdefault(_storage(tensor), []).append(i)
+            shared.setdefault(storage_of(tensor), []).append(i)
     for places in shared.values():
         if len(places) == 1 or any(_has_other_form(sources[i], now[i]) for i in places):
             continue
@@ -230,11 +230,6 @@ def _address(tensor: Tensor) -> int:
         return -1
     with torch._C.DisableTorchFunction():
         return tensor.data_ptr()
-
-
-def _storage(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunction():
-        return int(tensor.untyped_storage()._cdata)
 
 
 def tell_of_change() -> None:

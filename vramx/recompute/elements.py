@@ -5,8 +5,13 @@ from those that do not saturate it. A step of a packed input is no small part of
 saturates keeps the inputs exact, and so does a function that leaves the region as it is, for what
 follows may saturate. Behind a layer, a sum over many elements, the noise of packing is as small
 beside its result as in any other place: an input that a function within the region reads is packed
-as roots (see roots.py), which serve small elements better. Costs a look-up an operation while a
-region is watched; holds no tensor.
+as roots (see roots.py), which serve small elements better.
+
+An input whose elements a softmax takes, alone or as terms, is kept exactly: an exponential makes a
+factor of an error, and scores that a mask has been put on, as one block of attention gives them to
+the next, have elements beside which all others are nothing, or that are infinite.
+
+Costs a look-up an operation while a region is watched; holds no tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, strided
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from vramx.recompute.objects import storage_of
 
 _SATURATING = frozenset(
     f"aten::{name}"
@@ -34,24 +42,37 @@ _BENDING = frozenset(
     f"aten::{name}" for name in ("gelu", "silu", "mish", "softplus", "square", "pow")
 )
 _PRODUCTS = frozenset({"aten::mul", "aten::addcmul", "aten::lerp"})
-# An error of the largest counts most there: roots would make it larger.
 _SOFTMAXES = frozenset(
-    f"aten::{name}" for name in ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp")
+    f"aten::{name}"
+    for name in ("_softmax", "_log_softmax", "_safe_softmax", "_masked_softmax", "logsumexp")
+)
+_ATTENTION = "attention"
+_OF_ATTENTION = 3  # q, k and v; what is added to the scores follows
+# Their results have elements of all of their tensors, or sums of them.
+_TERMS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("add", "sub", "rsub", "where", "masked_fill", "cat", "stack", "constant_pad_nd"),
+        *("index", "index_select", "gather", "flip", "roll", "repeat", "as_strided", "unfold"),
+        *("_reshape_alias", "tril", "triu", "slice_scatter", "select_scatter", "diagonal"),
+    )
 )
 
 
 class _Elements(NamedTuple):
-    """The numbers of inputs whose elements a tensor has functions of, and the last that bends."""
+    """The numbers of inputs whose elements a tensor has functions of, and the last that bends;
+    `terms` has those whose elements are among its terms as well."""
 
     read: frozenset[int] = frozenset()
     bend: str = ""
+    terms: frozenset[int] = frozenset()
 
 
 _NONE = _Elements()
 
 
 class Elements:
-    """How functions read some inputs by elements: `rooted` has numbers of these.
+    """How functions read some inputs by elements: `rooted` and `exact` have numbers of these.
 
     Calls `on_rough` with what a function does to one of them that wants it exactly. The caller
     holds the inputs meanwhile. Functions in `allowed` may do it.
@@ -63,18 +84,18 @@ class Elements:
         self._on_rough = on_rough
         self._allowed = frozenset(f"aten::{name}" for name in allowed)
         self._factors: set[int] = set()
-        self._largest: set[int] = set()
+        self.exact: frozenset[int] = frozenset()
         self._memory: dict[int, _Elements] = {}
         for number, x in enumerate(inputs):
-            storage = x.untyped_storage()._cdata
-            before = self._memory.get(storage, _NONE).read
-            self._memory[storage] = _Elements(before | {number})
+            storage = storage_of(x)
+            numbers = self._memory.get(storage, _NONE).read | {number}
+            self._memory[storage] = _Elements(numbers, terms=numbers)
         # Of other memory, which may be used again as soon as it is free: by the tensor.
         self._functions = WeakTensorKeyDictionary()
 
     @property
     def rooted(self) -> frozenset[int]:
-        return frozenset(self._factors - self._largest)
+        return frozenset(self._factors)
 
     def look_at(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Look at a call of the dispatcher."""
@@ -84,9 +105,11 @@ class Elements:
             if self._of(args[0]).read:
                 self._on_rough(f"the slope of {name}, where an input saturates it,")
         elif name in _SOFTMAXES:
-            self._largest |= self._of(args[0]).read
-        elif name in _BENDING or name in _PRODUCTS or name in _SAME:
-            self._follow(name, [each for each in args if isinstance(each, Tensor)], result)
+            self.exact |= self._of(args[0]).terms
+        elif _ATTENTION in name:
+            self.exact = self.exact.union(*(self._of(x).terms for x in args[_OF_ATTENTION:]))
+        elif name in _BENDING or name in _PRODUCTS or name in _SAME or name in _TERMS:
+            self._follow(name, [x for x in tree_leaves(args) if isinstance(x, Tensor)], result)
 
     def leave(self, results: Iterable[Any]) -> None:
         """Look at what a region gives."""
@@ -95,21 +118,31 @@ class Elements:
 
     def _follow(self, name: str, tensors: list[Tensor], result: Any) -> None:
         several = len(tensors) > 1
-        if several and name not in _PRODUCTS:
-            return
-        found = [each for each in map(self._of, tensors) if each.read]
+        found = [each for each in map(self._of, tensors) if each.terms]
         if not found:
             return
+        terms = found[0].terms.union(*(each.terms for each in found))
+        now = _Elements(terms=terms)
+        if name in _PRODUCTS or (not several and (name in _SAME or name in _BENDING)):
+            now = self._function_of(name, found, several)._replace(terms=terms)
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            # Of what is changed in place.
+            before = self._functions.get(each, _NONE)
+            read, bend = before.read | now.read, now.bend or before.bend
+            self._functions[each] = _Elements(read, bend, before.terms | terms)
+
+    def _function_of(self, name: str, found: list[_Elements], several: bool) -> _Elements:
+        found = [each for each in found if each.read]
+        if not found:
+            return _NONE
         read = found[0].read.union(*(each.read for each in found))
         bends = name in _BENDING or len(found) > 1
         if bends or several:
             self._factors |= read
-        bend = name if bends else found[0].bend
-        for each in result if isinstance(result, (list, tuple)) else (result,):
-            self._functions[each] = _Elements(read, bend)
+        return _Elements(read, name if bends else found[0].bend)
 
     def _of(self, x: Any) -> _Elements:
         if not isinstance(x, Tensor) or x.layout is not strided:  # others have no storage
             return _NONE
         found: _Elements | None = self._functions.get(x)
-        return self._memory.get(x.untyped_storage()._cdata, _NONE) if found is None else found
+        return self._memory.get(storage_of(x), _NONE) if found is None else found

@@ -63,6 +63,9 @@ class _Slot:
         self, number: int, verdict: Verdict, compression: Compression | None,
         share: str | float | None,
     ) -> None:  # fmt: skip
+        compression = None if number in verdict.exact else compression
+        if compression is None and share is None:
+            return
         try:
             tensor = self.open()
         except (

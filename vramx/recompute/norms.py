@@ -22,6 +22,7 @@ from torch import Tensor, strided
 
 from vramx.compression.codec.geometry import describe
 from vramx.compression.codec.normalised import Normal, Statistics
+from vramx.recompute.objects import storage_of
 
 _ROWS = frozenset({"aten::native_layer_norm", "aten::_fused_rms_norm"})
 _GROUPS = frozenset({"aten::native_group_norm"})
@@ -105,7 +106,7 @@ class Readers:
         self._means: dict[int, Norm] = {}
         # By storage: memory that is used again is taken for what it was, and costs no precision.
         self._views = {
-            _storage(x): _View(i, tuple(x.shape), x.stride(), is_copy=False)
+            storage_of(x): _View(i, tuple(x.shape), x.stride(), is_copy=False)
             for i, x in enumerate(tensors)
             if _has_each_once(x)
         }
@@ -131,11 +132,11 @@ class Readers:
         elif result.is_contiguous() and result.is_floating_point():
             # Elements in the order of the sizes, as what was copied has them.
             view = view._replace(is_copy=True, is_square=is_square or view.is_square)
-            self._views.setdefault(_storage(result), view)
+            self._views.setdefault(storage_of(result), view)
 
     def _view_of(self, x: Tensor) -> _View | None:
         """Return what a tensor has of an input: all its elements, in some order; else None."""
-        view = self._views.get(_storage(x)) if x.layout is strided else None  # others have none
+        view = self._views.get(storage_of(x)) if x.layout is strided else None  # others have none
         if view is None or x.numel() != prod(view.size) or not _has_each_once(x):
             return None
         if view.is_copy:
@@ -201,10 +202,6 @@ def _parts(size: tuple[int, ...], length: int) -> tuple[tuple[int, ...], tuple[i
         split = (*size[:dim], size[dim] // inner, inner, *size[dim + 1 :])
         return split, tuple(range(dim + 1, len(split)))
     return None
-
-
-def _storage(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
 
 
 def _has_each_once(x: Tensor) -> bool:

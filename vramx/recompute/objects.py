@@ -20,6 +20,7 @@ from collections import OrderedDict, deque
 from operator import is_not
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vramx.errors import RecomputationError, warn_once
@@ -156,6 +157,18 @@ def version_of(tensor: Tensor) -> int:
         1
     """
     return 0 if tensor.is_inference() else tensor._version
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return a number for the memory of a strided tensor, unseen by modes that watch a region.
+
+    Example:
+        >>> x = torch.zeros(2, 3)
+        >>> storage_of(x) == storage_of(x.t())
+        True
+    """
+    with torch._C.DisableTorchFunction():
+        return int(tensor.untyped_storage()._cdata)
 
 
 def differs(then: Any, now: Any, around: frozenset[tuple[int, int]] = frozenset()) -> bool:

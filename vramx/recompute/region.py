@@ -107,7 +107,7 @@ class Region:
             with watch.running():
                 result = self._function(*args, **kwargs)
             watch.look_at(result, leaves)
-            verdict = Verdict(watch.rough, watch.norms, watch.rooted)
+            verdict = Verdict(watch.rough, watch.norms, watch.rooted, watch.exact)
             verdicts.remember(self._key, self._function, verdict)
         else:
             result = self._function(*args, **kwargs)

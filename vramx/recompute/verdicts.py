@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vramx.compression.codec.geometry import shape_of
 from vramx.errors import warn_once
 from vramx.recompute.buffers import reached_from
 from vramx.recompute.norms import Norm
@@ -32,11 +33,13 @@ _VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, 
 
 class Verdict(NamedTuple):
     """What a watched call showed: the operation that is not smooth, empty where all are; the norms
-    that read its inputs, by the input's number; and which inputs are packed as roots."""
+    that read its inputs, by the input's number; which inputs are packed as roots; and which are
+    kept as they are."""
 
     rough: str
     norms: Mapping[int, Norm] = MappingProxyType({})
     rooted: frozenset[int] = frozenset()
+    exact: frozenset[int] = frozenset()
 
 
 _seen: OrderedDict[Hashable, Verdict] = OrderedDict()
@@ -122,7 +125,7 @@ def _identity_of_function(function: types.FunctionType, around: tuple[Any, ...])
 
 def _described(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return type(leaf), tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
+        return type(leaf), shape_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, nn.Module):
         return _identity(leaf)
     return _identity(leaf if isinstance(leaf, _VALUES) else type(leaf))

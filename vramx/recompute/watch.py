@@ -93,7 +93,7 @@ class Operators(TorchDispatchMode):
                 self._on_rough(name)
         result = func(*args, **kwargs)
         for reader in self._readers:
-            reader.look_at(name_of(func), args, result)
+            reader.look_at(name_of(func), (*args, *kwargs.values()), result)
         if self._buffers is not None:
             self._buffers.note_write(written_by(func, args, kwargs))
         if isinstance(result, Tensor) and leaves_unfilled(func, result):
@@ -144,8 +144,8 @@ class _First:
 class Watch:
     """What one run of a region showed: `rough` names the first operation that is not smooth.
 
-    Those in `allowed` are, as their user says. `norms` read `inputs`, by number, and functions of
-    elements those in `rooted`.
+    Those in `allowed` are, as their user says. `norms` read `inputs`, by number, functions of
+    elements those in `rooted`, and softmaxes those in `exact`.
     """
 
     def __init__(
@@ -169,6 +169,10 @@ class Watch:
     @property
     def rooted(self) -> frozenset[int]:
         return self._elements.rooted
+
+    @property
+    def exact(self) -> frozenset[int]:
+        return self._elements.exact
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -46,6 +46,19 @@ def describe(tensor: torch.Tensor) -> Geometry:
     return _describe(tensor.shape, tensor.stride())
 
 
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the sizes of a tensor; of a nested one of the strided layout, which has none, how many
+    dimensions and elements it has.
+
+    Example:
+        >>> shape_of(torch.zeros(2, 3))
+        (2, 3)
+    """
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return tensor.dim(), tensor.numel()
+    return tuple(tensor.shape)
+
+
 def covered_bytes(tensor: torch.Tensor) -> int:
     """Return how many bytes of memory a strided tensor covers: of overlapping windows, once.
 

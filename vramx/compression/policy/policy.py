@@ -21,7 +21,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
 from vramx.compression import attention
-from vramx.compression.codec.geometry import covered_elements
+from vramx.compression.codec.geometry import covered_elements, shape_of
 from vramx.compression.codec.mapping import is_result
 from vramx.compression.codec.roots import MAYBE_POWERS, graph_of_factor
 from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
@@ -379,4 +379,4 @@ def _refusal(tensor: torch.Tensor, operation: Operation | None, reason: str) -> 
         DTYPE: f"of dtype {tensor.dtype}; accepted are float32, bfloat16, float16 and bool",
     }[reason]
     by = "an operation" if operation is None else operation.name
-    return f"strict: {by} saves a tensor of size {tuple(tensor.shape)} that is {what}"
+    return f"strict: {by} saves a tensor of size {shape_of(tensor)} that is {what}"

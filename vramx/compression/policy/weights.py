@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from vramx.compression.codec.geometry import shape_of
 from vramx.compression.fakes import PLAIN
 from vramx.compression.policy.calls import GRAPH, Operation
 
@@ -100,10 +101,9 @@ def _is_untold_cast(tensor: torch.Tensor, parameters: Sequence[torch.Tensor]) ->
     The input's copy cannot be taken for it: it is saved only for the gradient of this weight, and
     a frozen weight has none.
     """
-    shape = tuple(tensor.shape)
+    shape = shape_of(tensor)
     return any(
-        p.dtype != tensor.dtype and (shape == tuple(p.shape) or shape == tuple(p.shape)[::-1])
-        for p in parameters
+        p.dtype != tensor.dtype and shape in (shape_of(p), shape_of(p)[::-1]) for p in parameters
     )
 
 
