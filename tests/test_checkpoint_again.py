@@ -286,3 +286,34 @@ def test_what_a_program_asks_of_torchs_checkpoint_has_torchs(
     with context:
         run(Block(), input_of()).sum().backward()
     assert len(calls_of_torchs) == 1
+
+
+def by_is_grads_batched(y: Tensor, of: list[Tensor], gradients: Tensor) -> tuple[Tensor, ...]:
+    return grad(y, of, gradients, is_grads_batched=True)
+
+
+def by_vmap(y: Tensor, of: list[Tensor], gradients: Tensor) -> tuple[Tensor, ...]:
+    return torch.vmap(lambda gradient: grad(y, of, gradient))(gradients)
+
+
+@pytest.mark.parametrize("jacobian", [by_is_grads_batched, by_vmap])
+def test_passes_that_are_batched_share_a_recomputation_with_the_random_numbers_of_the_call(
+    jacobian: Callable[..., tuple[Tensor, ...]],
+) -> None:
+    block = Block()
+
+    def gradients(settings: call.Settings | None) -> tuple[Tensor, ...]:
+        torch.manual_seed(1)
+        leaf = torch.randn(4, 16, requires_grad=True)
+        x = leaf * 1.0
+        y = dropped(x) if settings is None else call.run(dropped, (x,), {}, settings)
+        return jacobian(y.sum(0), [leaf, *block.parameters()], torch.eye(16))
+
+    def dropped(x: Tensor) -> Tensor:
+        return dropout(block(dropout(x)))
+
+    expected = gradients(None)
+    Seen.notes.clear()
+    check_near(gradients(EXACT), expected, "keep")
+    assert Seen.notes == ["begun", "begun"]
+    check_near(gradients(PACKED), expected)

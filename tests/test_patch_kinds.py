@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import abc
+import copy
 import functools
-from typing import Any
+import types
+from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
 import torch
-from patch_tools import OPTIONS, Plain, Wrapper, inputs, recompute, states, train
+from patch_tools import (
+    OPTIONS,
+    Plain,
+    Wrapper,
+    error,
+    gradients,
+    inputs,
+    is_equal,
+    recompute,
+    states,
+    train,
+)
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -84,6 +98,51 @@ def test_class_that_asks_for_its_own_class_finds_the_one_below() -> None:
     assert torch.equal(net(inputs()), expected)
     assert not net.train()[0].up.training
     assert net[0].training
+
+
+class Abstract(abc.ABC):
+    @abc.abstractmethod
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Named(Protocol):
+    name: str
+
+
+class Slotted:
+    __slots__ = ()
+
+
+BASES: list[Any] = [Abstract, Generic[TypeVar("Item")], Named, Slotted]
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+def test_class_with_a_base_without_attributes_before_module_is_changed(base: Any) -> None:
+    own = {"forward": Plain.forward}
+    cls: Any = types.new_class("Mixed", (base, Plain), exec_body=lambda names: names.update(own))
+    net = nn.Sequential(cls())
+    before, expected = states(net), gradients(net)
+    vramx.compressed_activations(net[0], **OPTIONS)
+    assert isinstance(net[0], cls)
+    assert 0 < error(gradients(net), expected) < 0.05
+    assert 0 < error(gradients(copy.deepcopy(net)), expected) < 0.05
+    vramx.restore(net)
+    assert states(net)[0] == before[0]
+    assert is_equal(gradients(net), expected)
+
+
+def test_such_a_class_keeps_its_changes_when_a_parametrization_is_removed() -> None:
+    class Mixed(Slotted, nn.Linear):
+        pass
+
+    layer = parametrizations.weight_norm(Mixed(2, 2))
+    ran = list[Any]()
+    put(layer, Noting(ran))
+    parametrize.remove_parametrizations(layer, "weight")
+    layer(torch.randn(4, 2))
+    assert ran == [layer]
+    vramx.restore(layer)
+    assert type(layer) is Mixed
 
 
 class Noting(Change):

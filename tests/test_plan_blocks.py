@@ -114,6 +114,27 @@ def test_a_block_that_is_given_one_tensor_twice_is_measured_so() -> None:
     assert len(plan.words) == 2
 
 
+class Counting(Block):
+    """Says how often it was called, as the vector fields of ODE solvers do."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, past_key_values: object = None) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def extra_repr(self) -> str:
+        return f"calls={self.calls}"
+
+
+def test_blocks_that_count_their_calls_in_what_they_say_of_themselves_are_planned() -> None:
+    plans = [vramx.plan(Stack(2, kind), rows(64), "smallest", levels=LEVELS) for kind in BLOCKS]
+    assert plans[0].words == plans[1].words
+
+
+BLOCKS = (Counting, Block)
+
+
 class Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakSet
@@ -113,7 +114,7 @@ def _class_for(module: Any, wanted: Any) -> Any:
     A lazy module becomes another once it has run; parametrizations that are removed give back the
     first base of the class that they find.
     """
-    if issubclass(wanted, Patched) and not issubclass(wanted, torch.nn.Module):
+    if not issubclass(wanted, torch.nn.Module):
         wanted = vars(type(module))[ORIGINAL].__bases__[0]
     patch = module.__dict__.get(RECORD)
     if patch is None:
@@ -209,9 +210,30 @@ def patched_class(original: Any, mixins: tuple[type, ...]) -> Any:
     metaclass_below: Any = type(original)  # mypy finds that a metaclass has no hash
     metaclass = _metaclass_over(metaclass_below)
     # Named as the original: what looks for a module by its class's name must find it.
-    made = metaclass(original.__name__, (patched, *mixins, original), names)
+    bases = (*_layout_of(original), patched, *mixins, original)
+    made = metaclass(original.__name__, bases, names)
     _made.add(made)
     return made
+
+
+def _layout_of(original: Any) -> tuple[type, ...]:
+    """Return what a class has to have first, so that modules of `original` can become its own.
+
+    Python lets an object change its class where both have added the object's __dict__ to the same
+    class: to `object`, as Patched and Module have. Where one without comes before Module among the
+    bases (abc.ABC, typing.Generic), `original` has added it to that one.
+    """
+    added = original
+    while _SLOTS(added) == _SLOTS(added.__base__):
+        added = added.__base__
+    below = added.__base__
+    if below is object:
+        return ()
+    # A subclass of Generic has to say that it has no parameters.
+    return (type(below)("Layout", (below,), {"__orig_bases__": ()}),)
+
+
+_SLOTS = attrgetter("__basicsize__", "__dictoffset__", "__weakrefoffset__")
 
 
 def _asked_of_super(original: Any) -> dict[str, Any]:

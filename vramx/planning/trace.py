@@ -132,6 +132,8 @@ class _Tracer:
     def __init__(self, blocks: Sequence[Block], meter: Meter, *, capture: bool) -> None:
         self.trace = Trace()
         self._blocks = blocks
+        # Now: what a module says of itself may have a count of its calls in it.
+        self._texts = [repr(block.module) for block in blocks]
         self._meter = meter
         self._captures = capture
         self._in_forward = True
@@ -185,7 +187,7 @@ class _Tracer:
         moving = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
         moving = [i for i in moving if not isinstance(leaves[i], nn.Parameter)]
         autocast = _autocast_dtype(block.module)
-        kind = self._kind(block, leaves, str(structure), autocast)
+        kind = (self._texts[number], *_kind(block, leaves, str(structure), autocast))
         if self._captures and kind not in self.trace.captured:
             kept = [x.detach().clone() if i in moving else x for i, x in enumerate(leaves)]
             held = Attributes(block.module.modules())
@@ -205,17 +207,6 @@ class _Tracer:
             leaves[position].register_hook(self._backward_ends(index, left))
         self.mark(Event.FORWARD_BEGIN, index)
         return index
-
-    def _kind(self, block: Block, leaves: Sequence[Any], structure: str, autocast: Any) -> Hashable:
-        module = block.module
-        parameters = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]
-        given = [
-            (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else type(x)
-            for x in leaves
-        ]
-        flags = [part.training for part in module.modules()]
-        described = (repr(module), structure, autocast, block.known)
-        return (type(module), *described, *parameters, *given, *flags)
 
     def _end(self, index: int, result: Any) -> None:
         outputs = moving_tensors(result)
@@ -244,6 +235,20 @@ class _Tracer:
                 self.mark(Event.BACKWARD_END, index)
 
         return hook
+
+
+def _kind(
+    block: Block, leaves: Sequence[Any], structure: str, autocast: Any
+) -> tuple[Hashable, ...]:
+    module = block.module
+    parameters = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]
+    given = [
+        (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else type(x)
+        for x in leaves
+    ]
+    flags = [part.training for part in module.modules()]
+    described = (structure, autocast, block.known)
+    return (type(module), *described, *parameters, *given, *flags)
 
 
 def _drop_graphs(module: nn.Module) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils.checkpoint import _StopRecomputationError
@@ -165,16 +166,29 @@ class _Again:
 
     def _make(self) -> list[Tensor | None]:
         keep = _Keep(self.numbers)
-        leaves = [x.open() if isinstance(x, _Leaf) else x for x in self._leaves]
         ending = contextlib.suppress(_StopRecomputationError)  # innermost: no other context sees it
-        with self._then.restored(), torch.enable_grad(), saved_tensors_hooks(keep, _same), ending:
-            self._function(*leaves)
+        # A vmap of backward is over its gradients: what the call saves is not batched.
+        with _outside_of_vmap(), self._then.restored(), torch.enable_grad():
+            leaves = [x.open() if isinstance(x, _Leaf) else x for x in self._leaves]
+            with saved_tensors_hooks(keep, _same), ending:
+                self._function(*leaves)
         if len(keep.made) != len(self.numbers.forms):
             raise RecomputationError(
                 f"a recomputation saved {len(keep.made)} tensors, and the forward pass "
                 f"{len(self.numbers.forms)}: it took another way"
             )
         return keep.made
+
+
+@contextlib.contextmanager
+def _outside_of_vmap() -> Iterator[None]:
+    """Leave torch.vmap, and that of torch.autograd.grad(is_grads_batched=True), meanwhile."""
+    with temporarily_clear_interpreter_stack(), torch._C._ExcludeDispatchKeyGuard(_VMAP):
+        yield
+
+
+_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
+_VMAP = torch._C.DispatchKeySet(_MODE)
 
 
 def _pass() -> Any:
