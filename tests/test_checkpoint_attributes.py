@@ -65,6 +65,53 @@ def test_a_parameter_that_a_region_moves_moves_once_a_step(how: str) -> None:
     assert same == [False, True]
 
 
+class Node:
+    def __init__(self, scale: float) -> None:
+        self.scale, self.before, self.calls = scale, [], 0
+
+
+class Made(Node):
+    """A node of a graph that is copied by making it anew, from what its library stores of it."""
+
+    def __reduce__(self) -> Any:
+        return Made, (self.scale,)
+
+
+class Trimmed(Node):
+    """One whose copies leave out what is worked out again."""
+
+    def __getstate__(self) -> Any:
+        return {name: value for name, value in vars(self).items() if name != "before"}
+
+
+@pytest.mark.parametrize("kind", [Made, Trimmed])
+@pytest.mark.parametrize("counts", [False, True])
+def test_objects_that_are_copied_otherwise_are_found_whole(kind: type[Node], counts: bool) -> None:
+    """A graph of them is followed by identity, and what a call adds to it is there once."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.first, self.last = kind(0.5), kind(2.0)
+            self.last.before.append(self.first)
+
+        def forward(self, x: Tensor) -> Tensor:
+            (before,) = self.last.before
+            assert counts or before is self.first
+            self.last.calls += counts
+            return torch.tanh(self.linear(x) * self.last.scale * before.scale) + self.last.calls * x
+
+    exact, again = Graph(), Graph()
+    again.load_state_dict(exact.state_dict())
+    x = activation().detach()
+    for _ in range(2):
+        exact(x).sum().backward()
+        vramx.checkpoint(again, x, level="keep").sum().backward()
+    assert again.last.calls == exact.last.calls
+    check_near(*([p.grad for p in each.parameters()] for each in (again, exact)), "keep")
+
+
 def test_a_fused_block_is_recomputed_with_the_parameters_of_its_call() -> None:
     """They are the module's own again when backward runs."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, F.gelu, batch_first=True)
