@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-import weakref
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from torch.nn.parameter import is_lazy
 
 from vramx.errors import warn_once
 from vramx.patch.references import globals_of, parts_of
+from vramx.recompute.noted import Noted
 from vramx.recompute.objects import version_of
 
 _Members = dict[str, Any]  # the buffers of a module, or its parameters
@@ -65,7 +65,7 @@ class _Seen(NamedTuple):
 
 
 # Names of the buffers that a module writes, by whether it trains; absent: not known yet.
-_written: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.WeakKeyDictionary()
+_written: Noted[dict[bool, set[str]]] = Noted()
 
 
 class Buffers:
@@ -86,7 +86,7 @@ class Buffers:
                 every = module.named_buffers(recurse=False)
                 self._kept += (_Kept(own, name, x.detach().clone()) for name, x in every)
                 continue
-            written = _written.get(module, {}).get(module.training)
+            written = _written.beside(module).get(module, {}).get(module.training)
             for members, name, tensor in _changeable(module, written):
                 self.are_new = self.are_new or written is None
                 is_buffer = members is module._buffers
@@ -137,7 +137,8 @@ class Buffers:
             if (id(seen.module), seen.name) in self._known or self._is_written(seen):
                 names[seen.name] = seen.members
         for module, names in moved.items():
-            known = _written.setdefault(module, {}).setdefault(module.training, set())
+            written = _written.beside(module).setdefault(module, {})
+            known = written.setdefault(module.training, set())
             known.update(names)
             # The kernels of norms write statistics without a new version.
             if isinstance(module, _NormBase) and _moves(module, names):
