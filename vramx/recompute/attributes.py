@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_not
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from vramx.patch.of_classes import found_of
 from vramx.recompute.buffers import tell_of_write
 from vramx.recompute.generators import is_generator, set_state, state_of
+from vramx.recompute.noted import Noted
 from vramx.recompute.objects import (
     FIXED,
     MOST_BYTES,
@@ -67,9 +66,7 @@ class _Known(NamedTuple):
 
 
 # By whether the module trains.
-_known: weakref.WeakKeyDictionary[Any, dict[bool, _Known]] = weakref.WeakKeyDictionary()
-# Of objects that may equal others; this takes longer.
-_known_objects: Any = WeakIdKeyDictionary()
+_known: Noted[dict[bool, _Known]] = Noted()
 
 
 def _known_of(owner: Any) -> dict[bool, _Known]:
@@ -77,8 +74,8 @@ def _known_of(owner: Any) -> dict[bool, _Known]:
     nothing is in any call."""
     if not _may_be_known(owner):
         return {}
-    known: Any = _known if isinstance(owner, nn.Module) else _known_objects
-    found: dict[bool, _Known] | None = known.get(owner)
+    known = _known.beside(owner)
+    found = known.get(owner)
     if found is None:
         known[owner] = found = {}
     return found

@@ -7,9 +7,10 @@ the first run of a module, in training and in evaluation, by its operations, for
 tell of a write through `.data`. What a module wrote once, it is taken to write in each call. For a
 recomputation modules have copies of it.
 
-Of parameters that a region has not written before there is no copy: they may be all of a model; nor
-of buffers that a module left alone in its first run. A recomputation of that one call has the new
-ones, and a warning says so.
+Of parameters that a region has not written before there is no copy, for they may be all of a model,
+but of those of up to 1 MiB that need no gradient, as a counter or the state of a generator that a
+library keeps in a parameter; nor is there of buffers that a module left alone in its first run. A
+recomputation of that one call has the new ones, and a warning says so.
 
 A region is recomputed by one thread at a time. A call costs a look at each buffer of its modules
 and a copy of those that it writes.
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-import weakref
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,7 +30,14 @@ from torch.nn.parameter import is_lazy
 
 from vramx.errors import warn_once
 from vramx.patch.references import globals_of, parts_of
+from vramx.recompute.noted import Noted
 from vramx.recompute.objects import storage_of, version_of
+from vramx.recompute.stand_ins import (
+    as_before,
+    as_they_lay,
+    is_small_constant,
+    may_be_had_otherwise,
+)
 
 _Members = dict[str, Any]  # the buffers of a module, or its parameters
 
@@ -65,7 +72,7 @@ class _Seen(NamedTuple):
 
 
 # Names of the buffers that a module writes, by whether it trains; absent: not known yet.
-_written: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.WeakKeyDictionary()
+_written: Noted[dict[bool, set[str]]] = Noted()
 
 
 class Buffers:
@@ -86,7 +93,7 @@ class Buffers:
                 every = module.named_buffers(recurse=False)
                 self._kept += (_Kept(own, name, x.detach().clone()) for name, x in every)
                 continue
-            written = _written.get(module, {}).get(module.training)
+            written = _written.beside(module).get(module, {}).get(module.training)
             for members, name, tensor in _changeable(module, written):
                 self.are_new = self.are_new or written is None
                 is_buffer = members is module._buffers
@@ -102,7 +109,8 @@ class Buffers:
                     self._known.add((id(module), name))
                 elif written is not None and is_buffer and not is_statistic:
                     self._left_alone.add((id(module), name))
-                may_write = is_buffer if written is None else name in written
+                is_copied = is_buffer or is_small_constant(tensor)
+                may_write = is_copied if written is None else name in written
                 if may_write and not is_statistic:
                     self._copies[id(module), name] = tensor.detach().clone()
 
@@ -137,7 +145,8 @@ class Buffers:
             if (id(seen.module), seen.name) in self._known or self._is_written(seen):
                 names[seen.name] = seen.members
         for module, names in moved.items():
-            known = _written.setdefault(module, {}).setdefault(module.training, set())
+            written = _written.beside(module).setdefault(module, {})
+            known = written.setdefault(module.training, set())
             known.update(names)
             # The kernels of norms write statistics without a new version.
             if isinstance(module, _NormBase) and _moves(module, names):
@@ -167,14 +176,18 @@ class Buffers:
         kept = [*self._kept, *self._written_so_far()]
         own = [(each, each.members.get(each.name)) for each in kept]
         sources = [now if each.value is None else each.value for each, now in own]
-        copies = _as_they_lay(sources, [now for _, now in own])
+        copies = as_they_lay(sources, [now for _, now in own])
         for (each, now), copy in zip(own, copies, strict=True):
             made: Any = copy
             if copy is not None and isinstance(now, nn.Parameter):
                 made = nn.Parameter(copy, requires_grad=now.requires_grad)
             each.members[each.name] = made
+        themselves = [
+            (now, each.value) for each, now in own if may_be_had_otherwise(now, each.value)
+        ]
         try:
-            yield
+            with as_before(themselves):
+                yield
         finally:
             for each, now in own:
                 each.members[each.name] = now
@@ -197,31 +210,6 @@ def _changeable(
         may_change = written is None or name in written
         if not parameter.requires_grad or (may_change and not bounded):
             yield module._parameters, name, parameter
-
-
-def _as_they_lay(sources: list[Tensor | None], now: list[Any]) -> list[Tensor | None]:
-    """Return copies of tensors which share memory where others do: views of one another."""
-    copies = [None if source is None else source.detach().clone() for source in sources]
-    shared: dict[int, list[int]] = {}
-    for i, tensor in enumerate(now):
-        if type(tensor) in (Tensor, nn.Parameter) and copies[i] is not None:
-            shared.setdefault(storage_of(tensor), []).append(i)
-    for places in shared.values():
-        if len(places) == 1 or any(_has_other_form(sources[i], now[i]) for i in places):
-            continue
-        with torch._C.DisableTorchFunction():
-            memory = now[places[0]].untyped_storage().clone()
-        for i in places:
-            like = now[i]
-            view = like.detach().new_empty(0).set_(
-                memory, like.storage_offset(), like.shape, like.stride()
-            )  # fmt: skip
-            copies[i] = view.copy_(copies[i])
-    return copies
-
-
-def _has_other_form(source: Any, now: Tensor) -> bool:
-    return bool(source.shape != now.shape or source.dtype != now.dtype)
 
 
 def _address(tensor: Tensor) -> int:

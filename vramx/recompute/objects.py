@@ -333,6 +333,17 @@ def _refill(value: Any, parts: dict[Any, Any]) -> None:
 
 def _shallow(value: Any) -> Any:
     try:
-        return copy.copy(value)
+        made = copy.copy(value)
     except Exception:  # a lock, a file, a connection: there is only the one
         return value
+    if type(made) is type(value):
+        parts, own = _parts(made), _parts(value)
+        if parts.keys() == own.keys() and not any(own[at] is not x for at, x in parts.items()):
+            return made
+    # A class that says how it is copied may leave out what it works out again, or make it anew.
+    try:
+        made = object.__new__(type(value))
+    except TypeError:  # it is a container
+        return value
+    _refill(made, _parts(value))
+    return made

@@ -24,6 +24,7 @@ from vramx.recompute.generators import Generators
 from vramx.recompute.hooks import Hooks
 from vramx.recompute.members import Members
 from vramx.recompute.modes import Modes
+from vramx.recompute.noted import Noted
 
 
 class Surroundings:
@@ -92,9 +93,7 @@ def _is_of_a_module(function: Any) -> bool:
 
 # Modules that a module has in attributes without their being parts of it, such as its parent, by
 # how many attributes it has.
-_linked: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[weakref.ref[nn.Module]]]] = (
-    weakref.WeakKeyDictionary()
-)
+_linked: Noted[tuple[int, list[weakref.ref[nn.Module]]]] = Noted()
 
 
 def linked_to(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -107,10 +106,11 @@ def linked_to(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
         True
     """
     for module in modules:
-        known = _linked.get(module)
+        notes = _linked.beside(module)
+        known = notes.get(module)
         if known is None or known[0] != len(vars(module)):
             found = [weakref.ref(each) for each in _modules_of_attributes(module)]
-            _linked[module] = known = len(vars(module)), found
+            notes[module] = known = len(vars(module)), found
         yield from filter(None, [each() for each in known[1]])
 
 
