@@ -269,14 +269,25 @@ def test_only_a_process_that_asks_has_anything_changed(tmp_path: Path, value: st
     path = f"{folder}{os.pathsep}{setup.parent}"
     variables = {} if value is None else {"VRAMX": value}
     done = run(tmp_path, path, "-c", code, **variables)
-    asked = value == "1"
-    assert done.stdout.split() == ["True", str(asked), str(asked)], done.stderr
+    assert done.stdout.split() == [str(value == "1")] * 3, done.stderr
 
 
-def test_importing_vramx_beside_torch_starts_the_watch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_importing_vramx_beside_torch_starts_the_watch(tmp_path: Path, is_installed: bool) -> None:
     code = (
         "import torch; torch._C._cuda_init = lambda: None; import vramx;"
         "from vramx.allocator import cuda_init; torch._C._cuda_init(); print(cuda_init._hook.site)"
     )
-    done = run(tmp_path, str(Path(vramx.__file__).parent.parent), "-c", code)
+    path = Path(vramx.__file__).parent.parent
+    if is_installed:
+        path = entry_folder.make(Config(cache_dir=tmp_path / "cache"))
+    done = run(tmp_path, str(path), "-c", code)
     assert done.stdout == "<string>:1 (<module>)\n", done.stderr
+
+
+@pytest.mark.parametrize("first", ["import vramx.errors", "import vramx"])
+def test_what_a_program_imported_before_torch_stays(tmp_path: Path, first: str) -> None:
+    folder = entry_folder.make(Config(cache_dir=tmp_path / "cache"))
+    code = f"import sys; {first}; was = sys.modules['vramx.errors']; import torch, vramx;"
+    code += "print(was is sys.modules['vramx.errors'], 'vramx._autoload' in sys.modules)"
+    assert run(tmp_path, str(folder), "-c", code).stdout == "True True\n"

@@ -3,7 +3,8 @@
 This file only names what is public. Each name is imported from its module on first use, so that
 `import vramx` costs a millisecond, imports neither torch nor numpy, and never touches CUDA. Where
 torch is imported already it has the initialisation of CUDA watched (see allocator/cuda_init); not
-where torch is only being imported, which then is who imports this, and the program did not ask.
+where torch is only being imported, which then is who imports this, and the program did not ask (see
+_autoload).
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ __all__ = [
     "replay", "report", "restore", "set_limit", "track",
 ]  # fmt: skip
 
-if "torch" in sys.modules and not getattr(sys.modules["torch"].__spec__, "_initializing", False):
+_torch = sys.modules.get("torch")
+_IS_TORCHS = getattr(getattr(_torch, "__spec__", None), "_initializing", False)
+if _torch is not None and not _IS_TORCHS:
     from vramx.allocator import cuda_init
 
     cuda_init.watch()

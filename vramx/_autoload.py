@@ -1,9 +1,10 @@
 """What torch calls at the end of every `import torch`, through the entry point torch.backends.
 
 With VRAMX=1 it arranges for the allocator to be installed just before CUDA is initialised, once a
-process, however often it is called; without, it does nothing but look the variable up. An exception
-here would break `import torch` for everybody, so none gets out: a failure is one warning and the
-program goes on with torch's own allocator.
+process, however often it is called; without, it does nothing but look the variable up, and leaves
+no module behind, so that an import of vramx that the program has later is seen as the first. An
+exception here would break `import torch` for everybody, so none gets out: a failure is one warning
+and the program goes on with torch's own allocator.
 """
 
 from __future__ import annotations
@@ -15,14 +16,26 @@ import warnings
 from vramx import config
 from vramx.errors import VramxWarning
 
+_IMPORTED_HERE = frozenset({"vramx", "vramx._autoload", "vramx.config", "vramx.errors"})
+
 
 def _autoload() -> None:
     """Install the allocator before CUDA is initialised, where VRAMX=1 asks for it."""
     try:
         if config.is_enabled():
             _prepare()
+        else:
+            _leave()
     except Exception as error:
         _warn(error)
+
+
+def _leave() -> None:
+    """Take out what was imported for this call, unless the program or another library did it."""
+    ours = [name for name in sys.modules if name.partition(".")[0] == "vramx"]
+    if sys.modules["vramx"]._IS_TORCHS and _IMPORTED_HERE.issuperset(ours):
+        for name in ours:
+            del sys.modules[name]
 
 
 def _prepare() -> None:
