@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -25,6 +25,8 @@ from vramx.patch.of_classes import made_of
 RECORD, ORIGINAL = "_vramx", "_vramx_original"
 # In that of our classes, what their forward is once another has taken its place.
 _OUTLIVED = "_vramx_outlived"
+# And in which order their bases are meant.
+_ORDER = "_vramx_order"
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,9 +158,44 @@ def _stood_for(cls: type) -> Any:
     return vars(cls)[ORIGINAL] if cls in _made else None
 
 
+class _Order(NamedTuple):
+    methods: tuple[type, ...]
+    bases: tuple[type, ...]
+
+
+class Ordered(StandIn):
+    """The same of a class whose first base has no __dict__, as ABC or Generic has none.
+
+    Python gives a module another class only where both have their __dict__ from one place, which
+    is that of the first base. So the original comes first among the bases that Python is given; in
+    the order of methods, and among the bases that it shows, it comes last, as in all our classes.
+    """
+
+    def mro(cls) -> list[type]:
+        order = vars(cls).get(_ORDER)  # a class of others over ours has none
+        return super().mro() if order is None else [cls, *order.methods]
+
+    @property
+    def __bases__(cls) -> tuple[type, ...]:  # type: ignore[override]
+        order = vars(cls).get(_ORDER)
+        shown: tuple[type, ...] = super().__bases__ if order is None else order.bases
+        return shown
+
+
 @made_of
-def _metaclass_over(metaclass: type) -> Any:
-    return StandIn if metaclass is type else type("StandIn", (StandIn, metaclass), {})
+def _metaclass_over(metaclass: type, stand_in: Any) -> Any:
+    return stand_in if metaclass is type else type("StandIn", (stand_in, metaclass), {})
+
+
+def _has_dict_of_its_own(original: Any) -> bool:
+    """Tell whether a class has its __dict__ from one that is not next to `object`."""
+    root = original
+    while (root.__base__.__dictoffset__, root.__base__.__basicsize__) == (
+        root.__dictoffset__,
+        root.__basicsize__,
+    ):
+        root = root.__base__
+    return root.__base__ is not object
 
 
 def _class_forward(module: Any) -> Any:
@@ -207,9 +244,16 @@ def patched_class(original: Any, mixins: tuple[type, ...]) -> Any:
     names = {name: vars(original)[name] for name in below} | names
     patched = type("Patched", (Patched,), below) if below else Patched
     metaclass_below: Any = type(original)  # mypy finds that a metaclass has no hash
-    metaclass = _metaclass_over(metaclass_below)
+    metaclass = _metaclass_over(metaclass_below, StandIn)
+    bases = (patched, *mixins, original)
+    if _has_dict_of_its_own(original):
+        # With all names: its author's registries are not told of this one either.
+        meant = type.__new__(metaclass_below, original.__name__, bases, dict(names))
+        names[_ORDER] = _Order(meant.__mro__[1:], bases)
+        metaclass = _metaclass_over(metaclass_below, Ordered)
+        bases = (original, patched, *mixins)
     # Named as the original: what looks for a module by its class's name must find it.
-    made = metaclass(original.__name__, (patched, *mixins, original), names)
+    made = metaclass(original.__name__, bases, names)
     _made.add(made)
     return made
 
