@@ -72,6 +72,29 @@ def unseen(x: Tensor) -> Tensor:
 
 ROUGH: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: F.relu(x) * x,
+    "a root": lambda x: x.square().sqrt() * x,
+    "lengths that are bounded above": lambda x: (
+        F.normalize(x) * x.norm(dim=1).clamp(max=1)[:, None]
+    ),
+    "the sum of sizes": lambda x: F.normalize(x, p=1),
+    "a mask of values": lambda x: x.sin() * (x.cos() > 0.5),
+    "memory of its own": lambda x: x.sin() * (torch.zeros(64, 16).copy_(x) > 0),
+    "a view of memory of its own": lambda x: (
+        x.sin()
+        * (
+            (memory := torch.zeros(2, 64, 16)),
+            memory[0].copy_(x.detach()),
+            memory.sum(0) > 0,
+        )[2]
+    ),
+    "memory in a list": lambda x: (
+        x.sin()
+        * (
+            (memory := [torch.zeros(64, 16)]),
+            torch._foreach_add_(memory, [x.detach()]),
+            memory[0] > 0,
+        )[2]
+    ),
     "leaky_relu": lambda x: F.leaky_relu(x, 0.3).sin(),
     "prelu": lambda x: F.prelu(x, torch.full((1,), 0.3)).sin(),
     "relu in place": lambda x: (x * 1.0).relu_().sin(),
@@ -188,6 +211,16 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "cross entropy": lambda x: F.cross_entropy(x @ torch.ones(16, 16), torch.arange(64) % 16),
     "lists": lambda x: torch.stack([part.sin() for part in x.chunk(4, 1)], 0),
     "noise": lambda x: x.sin() + torch.randn_like(x),
+    "normalize": F.normalize,
+    "a layer norm by hand": lambda x: (
+        (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True).sqrt() + 1e-5)
+    ),
+    "a standard deviation": lambda x: x * x.std(1, keepdim=True).clamp(min=1e-6).reciprocal(),
+    "stochastic depth": lambda x: x.sin() * (torch.rand(64, 1) < 0.5),
+    "stochastic depth, rounded": lambda x: x.sin() * (0.5 + x.new_empty(64, 1).uniform_()).floor(),
+    "a mask that it makes": lambda x: x.sin().masked_fill(torch.ones(64, 16).triu(1).bool(), 0.0),
+    "a bias of positions": lambda x: x.sin() + torch.arange(1.0, 17.0).log().exp(),
+    "an integer of its own": lambda x: x.sin() * int(torch.ones(1).sum()),
 }
 
 

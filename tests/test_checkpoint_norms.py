@@ -134,6 +134,37 @@ def test_rows_that_share_groups_are_packed_each_in_its_own_scale(
     assert found >= COSINE if decided else found < 0.99
 
 
+# Of rows or columns of unlike scale.
+OF_SIZES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "short rows": (lambda x: functional.rms_norm(x, (16,), eps=1e-12), 16),
+    "lengths of short rows": (lambda x: functional.normalize(x, dim=-1), 16),
+    "lengths of rows": (lambda x: functional.normalize(x, dim=-1), 96),
+    "lengths across rows": (lambda x: functional.normalize(x, dim=1), 96),
+    "a deviation": (lambda x: (x - x.mean(-1, True)) / (x.std(-1, keepdim=True) + 1e-12), 96),
+    "a root": (lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-20).sqrt(), 48),
+}
+
+
+@pytest.mark.parametrize("name", OF_SIZES)
+def test_norms_that_divide_by_sizes_are_packed_as_what_they_give(name: str) -> None:
+    norm, width = OF_SIZES[name]
+    dim = 1 if name == "lengths across rows" else 2
+    count = width if dim == 1 else 48
+    scales = torch.logspace(-3, 3, count)[torch.arange(count) * 7 % count]  # in no order
+    scales = scales if dim == 1 else scales.view(1, 48, 1)
+    x = torch.randn(8, 48, width, generator=torch.Generator().manual_seed(3)) * scales
+
+    def gradient(level: Any) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        y = vramx.checkpoint(lambda z: norm(z).sin(), leaf * 1, level=level)
+        (found,) = torch.autograd.grad(y, leaf, torch.ones_like(y).cumsum(dim).cos())
+        return found
+
+    found, exact = gradient(SMALL), gradient("keep")
+    assert not torch.equal(found, exact), "nothing was packed"
+    assert functional.cosine_similarity(found, exact, dim, eps=0).min() >= COSINE
+
+
 def written_out(x: Tensor, dim: int) -> Tensor:
     off = x - x.mean(dim, keepdim=True)
     return off * (off.square().mean(dim, keepdim=True) + 1e-12).rsqrt()

@@ -22,7 +22,7 @@ import vramx
 from vramx.compression.config import Compression
 from vramx.compression.hooks import compress
 from vramx.compression.policy import weights
-from vramx.errors import UnsupportedTensorError
+from vramx.errors import RecomputationError, UnsupportedTensorError
 
 
 class LowRank(nn.Module):
@@ -189,6 +189,30 @@ def ragged(*parts: torch.Tensor) -> torch.Tensor:
         x = torch.nested.as_nested_tensor(list(parts))
     scores = torch.softmax(torch.matmul(x, x.transpose(1, 2)), -1)
     return torch.nested.to_padded_tensor(torch.matmul(scores, x), 0.0)
+
+
+def jagged(*parts: torch.Tensor) -> torch.Tensor:
+    x = torch.nested.as_nested_tensor(list(parts), layout=torch.jagged)
+    return torch.nested.to_padded_tensor((x * 2).sin() * x, 0.0)
+
+
+@pytest.mark.parametrize("level", ["keep", Compression(min_bytes=0)], ids=["exact", "int8"])
+def test_jagged_tensors_are_not_made_again_but_given(level: Any) -> None:
+    leaves = [input_of(3, 8), input_of(5, 8)]
+    made = vramx.checkpoint(jagged, *(leaf * 1 for leaf in leaves), level=level)
+    with pytest.raises(RecomputationError, match="make it outside of the region"):
+        made.sum().backward()
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).sin() * x
+
+    x = torch.nested.as_nested_tensor(leaves, layout=torch.jagged)
+    found, exact = (
+        torch.autograd.grad(y.values().square().sum(), leaves)
+        for y in (vramx.checkpoint(block, x, level=level), block(x))
+    )
+    for one, other in zip(found, exact, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("way", ["compress", "checkpoint", "exact checkpoint"])

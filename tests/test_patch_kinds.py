@@ -5,8 +5,9 @@ from __future__ import annotations
 import abc
 import copy
 import functools
+import pickle
 import types
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import pytest
 import torch
@@ -100,20 +101,46 @@ def test_class_that_asks_for_its_own_class_finds_the_one_below() -> None:
     assert net[0].training
 
 
-class Abstract(abc.ABC):
-    @abc.abstractmethod
-    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
-
-
 class Named(Protocol):
     name: str
+
+
+class Abstract(abc.ABC, nn.Module):
+    """What many programs derive their models from; as bases of it, others have no __dict__."""
+
+    registered: ClassVar[list[Any]] = []
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Abstract.registered.append(cls)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    @abc.abstractmethod
+    def between(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x)))
+
+
+class OfABC(Abstract):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+
+Of = TypeVar("Of")
+
+
+class OfGeneric(Generic[Of], Plain): ...
 
 
 class Slotted:
     __slots__ = ()
 
 
-BASES: list[Any] = [Abstract, Generic[TypeVar("Item")], Named, Slotted]
+BASES: list[Any] = [abc.ABC, Generic[TypeVar("Item")], Named, Slotted]
 
 
 @pytest.mark.parametrize("base", BASES, ids=str)
@@ -143,6 +170,51 @@ def test_such_a_class_keeps_its_changes_when_a_parametrization_is_removed() -> N
     assert ran == [layer]
     vramx.restore(layer)
     assert type(layer) is Mixed
+
+
+class OfSlots(Slotted, Plain): ...
+
+
+def of_width(module: nn.Module) -> torch.Tensor:
+    return inputs() if isinstance(module, Plain) else torch.randn(4, 8)
+
+
+@pytest.mark.parametrize("cls", [OfABC, OfGeneric, OfSlots])
+def test_classes_whose_first_base_has_no_dict_are_changed(cls: Any) -> None:
+    model, known = nn.Sequential(cls(), cls()), list(Abstract.registered)
+    x = of_width(model[0])
+    expected = model(x)
+    vramx.compressed_activations(model[0], **OPTIONS)
+    vramx.checkpoint_modules(model, where=lambda module: module is model[1], level="keep")
+    for changed in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(changed(x), expected)
+        changed(x).sum().backward()
+        assert [row.name for row in vramx.report(changed).rows] == ["0", "1"]
+        assert all(isinstance(each, cls) for each in changed)
+        assert type(changed[0]).__mro__.index(cls) < type(changed[0]).__mro__.index(nn.Module)
+    assert vramx.compression_stats(model[0]).packed.tensors > 0
+    vramx.restore(model)
+    assert [type(each) for each in model] == [cls, cls]
+    assert Abstract.registered == known
+
+
+@pytest.mark.parametrize("order", ["parametrize put take restore", "put parametrize restore take"])
+def test_parametrizations_of_such_a_class_come_and_go(order: str) -> None:
+    layer = OfABC()
+    x = of_width(layer)
+    expected = layer(x)
+    steps: dict[str, Any] = {
+        "parametrize": lambda: parametrize.register_parametrization(layer, "scale", nn.Identity()),
+        "take": lambda: parametrize.remove_parametrizations(layer, "scale"),
+        "put": lambda: vramx.compressed_activations(layer, **OPTIONS),
+        "restore": lambda: vramx.restore(layer),
+    }
+    layer.scale = nn.Parameter(torch.ones(1))
+    for step in order.split():
+        steps[step]()
+        assert torch.equal(layer(x), expected)
+        assert isinstance(layer.scale, torch.Tensor)
+    assert type(layer) is OfABC
 
 
 class Noting(Change):

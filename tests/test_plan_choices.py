@@ -91,6 +91,32 @@ class Unsteady(Layer):
         return self.linear(gelu(x) if next(TICKS) % 2 else x[: len(x) // 2].sin())
 
 
+class Inner(Layer):
+    """A block that takes a gradient within itself, as of an energy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(gelu(x))
+        (force,) = torch.autograd.grad(y.square().sum(), y, create_graph=True)
+        return x + force
+
+
+class Pair(nn.Module):
+    """Gives a part a function over what came before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Given()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first.linear(x).sin()
+        return self.second(x, lambda z: z * y)
+
+
+class Given(Layer):
+    def forward(self, x: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+        return scaled(self.linear(gelu(x)))
+
+
 class Steady(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return gelu(self.linear(gelu(x)))
@@ -125,6 +151,7 @@ def test_a_mixture_of_experts_is_planned_and_trains_as_planned() -> None:
     [
         (partial(Stateful, "clock"), "Stateful has no recompute_all: 0: its result differs by"),
         (Unsteady, "Unsteady has no recompute_all"),
+        (Inner, "Inner has no recompute_all: 0: a trial of it, without a graph, fails: Runtime"),
     ],
 )
 def test_what_does_not_repeat_is_not_recomputed_and_the_plan_says_why(block: Any, why: str) -> None:
@@ -133,6 +160,11 @@ def test_what_does_not_repeat_is_not_recomputed_and_the_plan_says_why(block: Any
     assert set(plan.words.values()) == {"left"}
     assert why in str(plan)
     assert "forward" not in vars(model[0])
+
+
+def test_a_block_that_is_given_a_graph_is_named() -> None:
+    with pytest.raises(InvalidValueError, match="a Given, is given something that holds the graph"):
+        vramx.plan(Pair(), (torch.randn(8, WIDTH, requires_grad=True),), levels=("left", "int8"))
 
 
 def test_what_does_not_repeat_cannot_be_asked_to() -> None:

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vramx.errors import InvalidValueError
 from vramx.planning.device_memory import is_out_of_memory
 from vramx.planning.meters import Busy, HostMeter, Meter
 from vramx.planning.timeline import Cost
 from vramx.planning.trace import Captured, moving_tensors
 
 _CALLS = 3
+# What torch says of a graph that another backward pass has been through.
+_GRAPH_IS_GONE = "backward through the graph a second time"
 # Counts nothing while it does not watch: asking a GPU's allocator takes longer than a small kernel.
 _NO_METER = HostMeter(nn.Module())
 Begin = Callable[[Iterable[nn.Parameter]], None]
@@ -102,6 +105,13 @@ def measure_block(captured: Captured, meter: Meter, beside: Busy, begin: Begin) 
             cost: Cost | None = run(meter)
         busy = meter.busy(lambda: run(_NO_METER), _CALLS)
     except RuntimeError as error:
+        if _GRAPH_IS_GONE in str(error):
+            block = captured.block
+            raise InvalidValueError(
+                f"{block.name}, a {type(block.module).__name__}, is given something that holds the "
+                "graph of what came before it, as a function over results, and cannot be measured "
+                "alone: call it with these as tensors, or wrap its calls by hand"
+            ) from error
         if not is_out_of_memory(error):
             raise
         cost = None

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, summary
 from vramx.planning.blocks import Block
 from vramx.planning.caches import check_has_none
+from vramx.planning.device_memory import is_out_of_memory
 from vramx.planning.words import recomputes
 from vramx.recompute.attributes import Attributes
 from vramx.recompute.generators import Generators
@@ -83,7 +84,12 @@ def _first_call(block: Block, seen: set[Block], found: dict[Block, str]) -> Call
         if block in seen:
             return
         seen.add(block)
-        reason = _differs(module, args, kwargs)
+        try:
+            reason = _differs(module, args, kwargs)
+        except Exception as error:  # what is wrong with the block itself its own call says
+            if is_out_of_memory(error):
+                raise
+            reason = f"a trial of it, without a graph, fails: {summary(error)}"
         if reason is not None:
             found[block] = reason
 

@@ -128,6 +128,12 @@ class _Keep:
             raise _StopRecomputationError
         is_held = self._numbers.is_held(index)
         if is_held and _form(tensor) != forms[index]:
+            if tensor.is_nested:
+                raise RecomputationError(
+                    "a nested tensor that the region makes has sizes of its own each time that it "
+                    "is made, which torch takes for others; make it outside of the region, as by "
+                    "checkpointing the blocks that it goes through"
+                )
             raise RecomputationError(
                 f"a recomputation saved a tensor of {tensor.dtype}, shape {list(shape_of(tensor))} "
                 f"and {tensor.device} where the forward pass saved another: it took another way"

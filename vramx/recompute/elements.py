@@ -30,7 +30,7 @@ _SATURATING = frozenset(
     for name in ("tanh", "sigmoid", "erf", "special_expit", "log_sigmoid_forward", "glu")
 )
 # Of one tensor, and numbers: the elements are the same, or multiples.
-_SAME = frozenset(
+SAME = frozenset(
     f"aten::{name}"
     for name in (
         *("view", "_unsafe_view", "reshape", "alias", "detach", "clone", "contiguous", "_to_copy"),
@@ -38,6 +38,8 @@ _SAME = frozenset(
         *("split", "split_with_sizes", "unbind", "mul", "div", "neg", "add", "sub", "rsub"),
     )
 )
+# Their slopes have no bound at zero.
+_STEEP = frozenset({"aten::sqrt", "aten::rsqrt"})
 _BENDING = frozenset(
     f"aten::{name}" for name in ("gelu", "silu", "mish", "softplus", "square", "pow")
 )
@@ -104,11 +106,14 @@ class Elements:
         if name in _SATURATING:
             if self._of(args[0]).read:
                 self._on_rough(f"the slope of {name}, where an input saturates it,")
+        elif name in _STEEP:
+            if self._of(args[0]).read:
+                self._on_rough(f"the slope of {name} near zero")
         elif name in _SOFTMAXES:
             self.exact |= self._of(args[0]).terms
         elif _ATTENTION in name:
             self.exact = self.exact.union(*(self._of(x).terms for x in args[_OF_ATTENTION:]))
-        elif name in _BENDING or name in _PRODUCTS or name in _SAME or name in _TERMS:
+        elif name in _BENDING or name in _PRODUCTS or name in SAME or name in _TERMS:
             self._follow(name, [x for x in tree_leaves(args) if isinstance(x, Tensor)], result)
 
     def leave(self, results: Iterable[Any]) -> None:
@@ -123,7 +128,7 @@ class Elements:
             return
         terms = found[0].terms.union(*(each.terms for each in found))
         now = _Elements(terms=terms)
-        if name in _PRODUCTS or (not several and (name in _SAME or name in _BENDING)):
+        if name in _PRODUCTS or (not several and (name in SAME or name in _BENDING)):
             now = self._function_of(name, found, several)._replace(terms=terms)
         for each in result if isinstance(result, (list, tuple)) else (result,):
             # Of what is changed in place.

@@ -35,6 +35,7 @@ _CHANNELS = frozenset(
 # Of a norm that is written out one of these is the first to read the input.
 _MEANS = frozenset(f"aten::{name}" for name in ("mean", "var", "std", "var_mean", "std_mean"))
 _SUMS = _MEANS | {"aten::sum"}  # of squares
+_LENGTH = "aten::linalg_vector_norm"  # a root of such a sum
 _COPIES = frozenset({"aten::clone", "aten::_to_copy"})
 _POWERS = frozenset({"aten::square", "aten::pow", "aten::mul"})
 _GROUPS_AT = 6  # the position of their number among the arguments
@@ -119,7 +120,7 @@ class Readers:
     def look_at(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Look at a call of the dispatcher."""
         is_square = name in _POWERS and _is_square(name, args)
-        is_copy, is_mean = is_square or name in _COPIES, name in _SUMS
+        is_copy, is_mean = is_square or name in _COPIES, name in _SUMS or name == _LENGTH
         if not (is_copy or is_mean or name in _ROWS or name in _GROUPS or name in _CHANNELS):
             return
         view = self._view_of(args[0])
@@ -155,16 +156,17 @@ class Readers:
             self._norms.setdefault(view.number, Norm(view.size, view.stride, *parts))
 
     def _note_mean(self, view: _View, name: str, args: tuple[Any, ...]) -> None:
-        """Note a mean; of squares only across rows, for rows have groups of their own."""
-        if name not in _MEANS and not view.is_square:
+        """Note a mean; of squares only across rows, and of short ones: others have groups."""
+        is_square = view.is_square or name == _LENGTH
+        if name not in _MEANS and not is_square:
             return
-        x, *others = args
+        x, *others = args[:1] + args[2:] if name == _LENGTH else args
         size = tuple(x.shape)
         given = others[0] if others and isinstance(others[0], (list, tuple)) else ()
         dims = tuple(sorted(dim % len(size) for dim in given))
         length = prod(size[dim] for dim in dims)
         fits = not view.is_copy or size == view.size
-        if view.is_square and len(size) - 1 in dims:
+        if is_square and len(size) - 1 in dims and length >= _ROW:
             return
         if fits and _MEAN <= length < x.numel():
             self._means.setdefault(view.number, Norm(size, view.stride, size, dims))

@@ -24,6 +24,7 @@ from vramx.recompute.buffers import Buffers
 from vramx.recompute.ending import Ending
 from vramx.recompute.inputs import Inputs
 from vramx.recompute.objects import Before, as_before
+from vramx.recompute.origins import Origins
 from vramx.recompute.structure import Structure
 from vramx.recompute.surroundings import Surroundings
 from vramx.recompute.unfilled import saved_behind
@@ -103,11 +104,11 @@ class Region:
         if verdict is None or seen[1].are_new:
             self._ran_in_mode = True
             self._was_read = Reads(_accept)
-            watch = Watch(self._allowed, *seen)
+            watch = Watch(self._allowed, *seen, leaves)
             with watch.running():
                 result = self._function(*args, **kwargs)
             watch.look_at(result, leaves)
-            verdict = Verdict(watch.rough, watch.norms, watch.rooted, watch.exact)
+            verdict = Verdict(watch.rough, watch.norms, watch.rooted, watch.exact, watch.excused)
             verdicts.remember(self._key, self._function, verdict)
         else:
             result = self._function(*args, **kwargs)
@@ -128,7 +129,8 @@ class Region:
             # Some of torch's functions, such as ctc_loss, save other tensors in a mode, and
             # torch.compile makes other graphs.
             on_rough = self._refuse if self._is_watched else _accept
-            with self._was_read, Operators(on_rough, self._allowed):
+            origins = Origins(leaves) if self.verdict.excused else None
+            with self._was_read, Operators(on_rough, self._allowed, origins=origins):
                 return saved_behind(function(*args, **kwargs))
 
     def _refuse(self, rough: str) -> None:

@@ -48,11 +48,11 @@ _PRODUCTS = """
     _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_nearest_exact1d
     _upsample_nearest_exact2d _upsample_nearest_exact3d grid_sampler_zeros
 """
-# Functions with slopes that are bounded and change slowly; norms and softmax among them. rsqrt and
+# Functions with slopes that are bounded and change slowly; norms and softmax among them. Roots and
 # variances are here as parts of norms.
 _SLOPES = """
     binary_cross_entropy_with_logits cos erf gelu glu log_sigmoid log_sigmoid_forward logsumexp mish
-    rsqrt sigmoid silu sin softplus special_expit tanh var var_mean
+    rsqrt sigmoid silu sin softplus special_expit sqrt std std_mean tanh var var_mean
     softmax _softmax log_softmax _log_softmax _safe_softmax _masked_softmax
     layer_norm native_layer_norm group_norm native_group_norm rms_norm _fused_rms_norm
     batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_with_update
@@ -174,6 +174,10 @@ def _has_whole_exponent(args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> bo
     return isinstance(args[1], (int, float)) and args[1] in (1, 2, 3, 4)
 
 
+def _is_of_squares(args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> bool:
+    return len(args) < 2 or args[1] in (None, 2)
+
+
 def _has_no_tensor_of_chances(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return not holds_floats((*args[1:], *kwargs.values()))
 
@@ -185,6 +189,8 @@ _SPECIAL: dict[str, Rule] = {
     "aten::view": _always,
     "aten::view.dtype": _takes_no_floats,  # bits of floating numbers as integers
     "aten::div": _divides_by_a_number,
+    "aten::linalg_vector_norm": _is_of_squares,
+    "aten::norm": _is_of_squares,
     "aten::pow.Tensor_Scalar": _has_whole_exponent,
     "aten::bernoulli.default": _takes_no_floats,  # its argument has the chances
     "aten::bernoulli.p": _always,

@@ -33,13 +33,14 @@ _VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, 
 
 class Verdict(NamedTuple):
     """What a watched call showed: the operation that is not smooth, empty where all are; the norms
-    that read its inputs, by the input's number; which inputs are packed as roots; and which are
-    kept as they are."""
+    that read its inputs, by the input's number; which inputs are packed as roots; which are kept
+    as they are; and whether operations were excused by where their arguments come from."""
 
     rough: str
     norms: Mapping[int, Norm] = MappingProxyType({})
     rooted: frozenset[int] = frozenset()
     exact: frozenset[int] = frozenset()
+    excused: bool = False
 
 
 _seen: OrderedDict[Hashable, Verdict] = OrderedDict()

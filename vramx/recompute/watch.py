@@ -22,6 +22,7 @@ from vramx.patch.torch_functions import called
 from vramx.recompute.buffers import Buffers
 from vramx.recompute.elements import Elements
 from vramx.recompute.norms import Norm, Readers
+from vramx.recompute.origins import Origins
 from vramx.recompute.smooth import holds_floats, is_smooth, leaves_unfilled, name_of
 from vramx.recompute.structure import flatten
 
@@ -50,7 +51,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 class Operators(TorchDispatchMode):
     """Call `on_rough` with the name of each operation that is not smooth, nor in `allowed`.
 
-    `readers` look at all of them, and `buffers` are told what they write to.
+    `readers` look at all of them, `buffers` are told what they write to, and `origins` excuse some.
     """
 
     supports_higher_order_operators = True
@@ -61,10 +62,12 @@ class Operators(TorchDispatchMode):
         allowed: frozenset[str],
         readers: Sequence[Readers | Elements] = (),
         buffers: Buffers | None = None,
+        origins: Origins | None = None,
     ) -> None:
         super().__init__()
         self._on_rough = on_rough
         self._allowed = allowed
+        self._origins = origins
         self._readers = readers
         self._buffers = buffers
         # Memory that was just made: what fills it comes next, as in dropout, or is not seen.
@@ -88,10 +91,11 @@ class Operators(TorchDispatchMode):
         if self._unfilled is not None:
             self._check_filled((*args[:1], *kwargs.values()))
         if not is_smooth(func, args, kwargs):
-            name = name_of(func)
-            if name.split("::")[-1] not in self._allowed:
-                self._on_rough(name)
+            self._look_at_rough(name_of(func), args, kwargs)
         result = func(*args, **kwargs)
+        if self._origins is not None:
+            written = written_by(func, args, kwargs)
+            self._origins.note(name_of(func), args, kwargs, (result, written))
         for reader in self._readers:
             reader.look_at(name_of(func), (*args, *kwargs.values()), result)
         if self._buffers is not None:
@@ -99,6 +103,12 @@ class Operators(TorchDispatchMode):
         if isinstance(result, Tensor) and leaves_unfilled(func, result):
             self._unfilled = result
         return result
+
+    def _look_at_rough(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if name.split("::")[-1] in self._allowed:
+            return
+        if self._origins is None or not self._origins.excuses(name, args, kwargs):
+            self._on_rough(name)
 
     def _check_filled(self, targets: Sequence[Any]) -> None:
         unfilled, self._unfilled = self._unfilled, None
@@ -145,11 +155,16 @@ class Watch:
     """What one run of a region showed: `rough` names the first operation that is not smooth.
 
     Those in `allowed` are, as their user says. `norms` read `inputs`, by number, functions of
-    elements those in `rooted`, and softmaxes those in `exact`.
+    elements those in `rooted`, and softmaxes those in `exact`. `excused`: an operation that is not
+    smooth does not read the inputs among `leaves`, or is part of a norm.
     """
 
     def __init__(
-        self, allowed: frozenset[str], inputs: Sequence[Tensor] = (), buffers: Buffers | None = None
+        self,
+        allowed: frozenset[str],
+        inputs: Sequence[Tensor] = (),
+        buffers: Buffers | None = None,
+        leaves: Sequence[Any] = (),
     ) -> None:
         first = _First()
         self._first, self._note = first, first.tell
@@ -157,6 +172,7 @@ class Watch:
         self._allowed = allowed
         self._readers = Readers(inputs)
         self._elements = Elements(inputs, self._note, allowed)
+        self._origins = Origins(leaves)
 
     @property
     def rough(self) -> str:
@@ -171,6 +187,10 @@ class Watch:
         return self._elements.rooted
 
     @property
+    def excused(self) -> bool:
+        return self._origins.excused
+
+    @property
     def exact(self) -> frozenset[int]:
         return self._elements.exact
 
@@ -178,7 +198,7 @@ class Watch:
     def running(self) -> Iterator[None]:
         """Watch what runs on this thread meanwhile."""
         readers = (self._readers, self._elements)
-        operators = Operators(self._note, self._allowed, readers, self._buffers)
+        operators = Operators(self._note, self._allowed, readers, self._buffers, self._origins)
         with Reads(self._note), operators:
             yield
         operators.finish()
