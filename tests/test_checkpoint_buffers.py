@@ -283,3 +283,44 @@ def test_statistics_of_a_module_of_torch_script_move_once() -> None:
 
     expected, found = trained(checkpointed=False), trained(checkpointed=True)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+class Membrane(nn.Module):
+    """Hands its potential on from step to step, as spiking neurons do, and with it the gradient."""
+
+    def __init__(self, as_buffer: bool, in_place: bool) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.tensor(0.9))
+        self.in_place = in_place
+        if as_buffer:
+            self.register_buffer("potential", torch.zeros(()), persistent=False)
+
+    def reset(self) -> None:
+        self.potential = torch.zeros(4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            self.potential *= self.decay
+            self.potential += x
+        else:
+            self.potential = self.potential * self.decay + x
+        return torch.tanh(self.potential)
+
+
+@pytest.mark.parametrize("as_buffer", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_state_that_is_handed_on_with_its_graph_has_the_same_gradients(
+    as_buffer: bool, in_place: bool
+) -> None:
+    def gradients(*, checkpointed: bool) -> list[Tensor]:
+        module = Membrane(as_buffer, in_place)
+        if checkpointed:
+            vramx.checkpoint_modules(module, Membrane, level="keep")
+        x = torch.linspace(-1, 1, 12 * WIDTH).view(3, 4, WIDTH).requires_grad_()
+        for _ in range(2):
+            module.reset()
+            torch.stack([module(part * 1) for part in x]).square().sum().backward()
+        return [x.grad, module.decay.grad, module.potential.detach()]  # type: ignore[list-item]
+
+    expected, found = (gradients(checkpointed=checkpointed) for checkpointed in (False, True))
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from predict_tools import training
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -115,4 +117,34 @@ def test_hooks_of_modules_are_copied_with_what_they_reach() -> None:
         layer(torch.zeros(4, 8, device="cuda")).sum().backward()
 
     assert vramx.predict(step).peak_bytes() > 0
+    assert outputs == []
+
+
+class CopiesItself(nn.Module):
+    """Has a part more in a copy."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+        made = CopiesItself(copy.deepcopy(self.layer, memo))
+        made.cache = nn.Identity()
+        return made
+
+
+def test_a_model_with_other_parts_in_its_copy_is_followed_and_its_hooks_with_it() -> None:
+    outputs: list[Tensor] = []
+
+    def peak(first: nn.Module) -> int:
+        model = nn.Sequential(first, nn.Linear(8, 8))
+        for layer in model:
+            layer.register_forward_hook(lambda _, __, y: outputs.append(y))
+        step = training(model, torch.zeros(4, 8))
+        return vramx.predict(step, policies="live").peak_bytes()
+
+    assert peak(CopiesItself(nn.Linear(8, 8))) == peak(nn.Linear(8, 8))
     assert outputs == []

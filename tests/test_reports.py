@@ -111,6 +111,15 @@ def decay(m: Any, h: Tensor) -> Tensor:
     return exponents.exp() * (h * (-exponents).exp()).cumsum(1) * 0.1
 
 
+def transported(m: Any, h: Tensor) -> Tensor:
+    """Sinkhorn's scalings are large where the kernel, an exponential, is small."""
+    cost = 2 * (m.a(h)[..., :1] - torch.linspace(-2, 2, 16).to(h)).square()
+    kernel = (-cost).exp()
+    columns = 1 / (kernel.mT @ torch.ones_like(kernel[..., :1]))
+    rows = 1 / (kernel @ columns)
+    return rows * kernel * columns.mT * cost
+
+
 def interpolated(m: Any, h: Tensor) -> Tensor:
     """The gradient of the weight is the difference of two values next to each other."""
     return torch.lerp(h, h + 0.02 * m.a(h), m.b.sigmoid())
@@ -160,6 +169,9 @@ KINDS = {
     ),
     "factor of an exponential": Kind(
         (linear(),), decay, "packed", [(policy, "graph_of_factor", lambda *_: (False, False))]
+    ),
+    "product of matrices with an exponential": Kind(
+        (linear(),), transported, "packed", [(policy, "graph_of_factor", lambda *_: (False, False))]
     ),
     "factor of a reciprocal": Kind(
         (linear(),), normalised_by_hand, "packed",

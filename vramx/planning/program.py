@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class Found:
             self.models.append(value)
             for parameter in value.parameters():
                 self._visit_hooks(parameter)
-            for hooks in hooks_of_modules(value):
+            for hooks in chain.from_iterable(map(hooks_of_module, value.modules())):
                 for hook in hooks.values():
                     self.visit(hook)
         elif isinstance(value, Optimizer):
@@ -98,10 +99,10 @@ def hooks_of(tensor: Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
     return (tensor._backward_hooks if tensor.is_leaf else None) or {}, when_there or {}
 
 
-def hooks_of_modules(model: nn.Module) -> list[dict[int, Any]]:
-    """Return what runs around the calls of a model's modules."""
+def hooks_of_module(module: nn.Module) -> list[dict[int, Any]]:
+    """Return what runs around the calls of a module itself."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [getattr(module, name) for module in model.modules() for name in names]
+    return [getattr(module, name) for name in names]
 
 
 def is_followed(value: Any) -> bool:

@@ -26,7 +26,7 @@ from vramx.planning.program import (
     found_in,
     has_state,
     hooks_of,
-    hooks_of_modules,
+    hooks_of_module,
     is_followed,
     is_of_the_program,
 )
@@ -139,10 +139,12 @@ class Copied:
 
     def _copy_hooks_of_modules(self, model: nn.Module) -> None:
         """Have hooks of modules refer to what is copied: they are functions, which are shared."""
-        made = self._memo.get(id(model))
-        if made is not None:
-            for own, copied in zip(hooks_of_modules(model), hooks_of_modules(made), strict=True):
-                copied.update((key, self._copy(hook)) for key, hook in own.items())
+        # A module that copies itself may make its parts anew.
+        pairs = [(each, self._memo.get(id(each))) for each in model.modules()]
+        for module, made in pairs:
+            if made is not None:
+                for own, copied in zip(hooks_of_module(module), hooks_of_module(made), strict=True):
+                    copied.update((key, self._copy(hook)) for key, hook in own.items())
 
     def _copy_functions_of_modules(self, model: nn.Module) -> None:
         """Have functions that modules hold, as over their own weights, refer to what is copied."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from vramx.patch.of_classes import found_of
-from vramx.recompute.buffers import tell_of_write
+from vramx.recompute.buffers import copy_of, learning, tell_of_write
 from vramx.recompute.generators import is_generator, set_state, state_of
 from vramx.recompute.noted import Noted
 from vramx.recompute.objects import (
@@ -161,7 +161,7 @@ class _Before:
             if not may_write or nbytes > self._left_bytes:
                 return value, version_of(value)
             self._left_bytes -= nbytes
-            return value.detach().clone(), version_of(value)
+            return copy_of(value), version_of(value)
         if self._is_new or name in self._changed:
             return copies.copy(value)
         return as_now(value)
@@ -237,7 +237,7 @@ class _Before:
         if isinstance(value, Tensor):
             kept, version = then
             # One that was written to without a copy of before is all that there is.
-            return value if version == version_of(value) else kept.detach().clone()
+            return value if version == version_of(value) else learning(kept.detach().clone(), kept)
         return copier.copy_of(then) if name in self._changed or differs(then, value) else value
 
     def put(self, values: dict[str, Any]) -> None:

@@ -112,7 +112,7 @@ class Buffers:
                 is_copied = is_buffer or is_small_constant(tensor)
                 may_write = is_copied if written is None else name in written
                 if may_write and not is_statistic:
-                    self._copies[id(module), name] = tensor.detach().clone()
+                    self._copies[id(module), name] = copy_of(tensor)
 
     def note_write(self, targets: Iterable[Any]) -> None:
         """Note the memory of tensors, and of those in lists, that an operation wrote to."""
@@ -181,6 +181,8 @@ class Buffers:
             made: Any = copy
             if copy is not None and isinstance(now, nn.Parameter):
                 made = nn.Parameter(copy, requires_grad=now.requires_grad)
+            elif each.value is not None:
+                made = learning(copy, each.value)
             each.members[each.name] = made
         themselves = [
             (now, each.value) for each, now in own if may_be_had_otherwise(now, each.value)
@@ -191,6 +193,19 @@ class Buffers:
         finally:
             for each, now in own:
                 each.members[each.name] = now
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy without the graph, which says whether the tensor had one."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def learning(copy: Any, source: Tensor) -> Any:
+    """Return a copy that requires a gradient where its source does, and may be written into.
+
+    A state that is handed on from call to call has a graph; operations save others without one.
+    """
+    return copy.requires_grad_().clone() if source.requires_grad else copy
 
 
 def _changeable(

@@ -136,7 +136,9 @@ def multiplies_decades(tensor: Tensor, operation: Operation) -> bool:
 
     It is large where this factor is small beside its group: a step of that is multiplied by it. A
     reciprocal does where it changes within a group, as of columns that a program normalises by
-    hand; that of a whole row does not.
+    hand; that of a whole row does not. Of a product of matrices either factor counts: where an
+    exponential is small, what Sinkhorn's iterations multiply it by is large, and the other way
+    round.
 
     Example:
         >>> x = torch.ones(2, 2, requires_grad=True)
@@ -144,8 +146,10 @@ def multiplies_decades(tensor: Tensor, operation: Operation) -> bool:
         >>> [multiplies_decades(x, Operation("mul", (x, y), {})) for y in others]
         [True, False, True, False]
     """
-    if operation.name in POWERS or not is_product(operation):
+    if operation.name in POWERS or operation.name not in MAYBE_POWERS | SUMMED:
         return False
+    if not is_product(operation):
+        return any(_decades_of(each) in _EXPONENTIALS for each in operation.tensors)
     for other in operation.tensors:
         name = "" if other is tensor else _decades_of(other)
         if name and (name in _EXPONENTIALS or _changes_in_groups(other, tensor)):
@@ -162,7 +166,8 @@ def _decades_of(tensor: Tensor) -> str:
             return name
         if name not in _SCALED:
             return ""
-        node = node.next_functions[0][0]
+        # A product with a number, or with a tensor of which no gradient is asked.
+        node = node.next_functions[0][0] or node.next_functions[-1][0]
     return ""
 
 

@@ -85,7 +85,7 @@ def of_tensor(
         where = None if copied is None else (copied.position, copied.keyword, copied.cast)
         is_open = base is None or (is_view and _is_walked[base])
         key = key, is_open and derives_from_parameter(tensor), where
-    if operation.name in MAYBE_POWERS:
+    if operation.name in MAYBE_POWERS or operation.name in SUMMED:
         key = key, graph_of_factor(tensor, operation)
     if operation.name in SUMMED:
         key = key, is_of_products(tensor, operation)

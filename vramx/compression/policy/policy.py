@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from vramx.compression import attention
 from vramx.compression.codec.geometry import covered_elements, shape_of
 from vramx.compression.codec.mapping import is_result
-from vramx.compression.codec.roots import MAYBE_POWERS, graph_of_factor
+from vramx.compression.codec.roots import MAYBE_POWERS, SUMMED, graph_of_factor
 from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
 from vramx.compression.fakes import PLAIN
 from vramx.compression.policy import third_party
@@ -302,7 +302,7 @@ def _plain_choices(bits: int, rules: tuple[Rule, ...]) -> dict[str, Choice]:
     found |= dict.fromkeys(SIGN_ONLY, _CHOICES[MASK_BITS])
     # Attention, recurrent networks, and what may be the power of a power depend on what they are
     # called with.
-    others = MAYBE_POWERS | RECURRENT
+    others = MAYBE_POWERS | SUMMED | RECURRENT
     return {
         name: choice
         for name, choice in found.items()
