@@ -191,6 +191,27 @@ def test_a_tensor_subclass_is_kept_and_its_gradient_right() -> None:
     assert torch.equal(torch.Tensor(found), x.cos().detach().as_subclass(torch.Tensor))
 
 
+def test_what_a_subclass_makes_of_a_call_is_seen_by_itself() -> None:
+    """It computes a linear layer by the reciprocals of its input, small ones beside large ones."""
+
+    class Weight(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is nn.functional.linear:
+                return args[0].reciprocal() @ args[1].as_subclass(torch.Tensor).t()
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.logspace(-4, 1, 16 * 64).view(16, 64)[:, torch.randperm(64)].requires_grad_()
+    weight = torch.randn(32, 64)
+    with compress(min_bytes=0):
+        y = nn.functional.linear(x * 1.0, weight.as_subclass(Weight))
+    (found,) = torch.autograd.grad(y.sum(), x)
+    (exact,) = torch.autograd.grad((x.reciprocal() @ weight.t()).sum(), x)
+    torch.testing.assert_close(found, exact)
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
