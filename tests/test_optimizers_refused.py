@@ -125,6 +125,41 @@ def test_one_that_takes_matrices_alone_is_tried_with_matrices(link: LateLink) ->
         vramx.offload_optimizer(ForMatrices(parameters()))
 
 
+class TurnsMatrices(OneByOne):
+    """Treats the matrices of one group otherwise, as Muon with an Adam of the rest does."""
+
+    def __init__(self, own: list[nn.Parameter]) -> None:
+        super().__init__([p for p in own if p.dim() != 2])
+        matrices = [p for p in own if p.dim() == 2]
+        self.param_groups[0]["turns"] = False
+        self.add_param_group({"params": matrices, "turns": True})
+        self.param_groups.reverse()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    turned = p.grad @ p.grad.T @ p.grad if group["turns"] else p.grad
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(turned))
+                    p.sub_(mean.lerp_(turned, 0.1), alpha=group["lr"])
+
+
+def test_one_that_treats_groups_otherwise_is_tried_with_a_group_of_each_kind(
+    link: LateLink,
+) -> None:
+    Pair(TurnsMatrices, steps=3).expect_alike()
+
+
+def test_what_a_trial_failed_with_is_said_where_it_has_no_words(link: LateLink) -> None:
+    class Asserts(OneByOne):
+        def change(self, state: Any, grad: torch.Tensor, count: int) -> torch.Tensor:
+            raise AssertionError
+
+    with pytest.raises(InvalidValueError, match="on a small model: AssertionError"):
+        vramx.offload_optimizer(Asserts(parameters()))
+
+
 def test_one_that_is_made_in_a_way_of_its_own_is_tried(link: LateLink) -> None:
     pair = Pair(lambda p: Needs(p, table=(1, 2)), steps=3)
     pair.expect_alike()

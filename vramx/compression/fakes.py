@@ -1,21 +1,42 @@
 """Which types of tensors are plain, and tensors without data among them while a step is predicted.
 
 Hooks and the codec take a tensor of a type they do not know for one whose memory means something
-else, and keep it. A fake tensor of torch stands for a plain one: within fakes_are_plain() it is
-packed like one, into a buffer of the size that it would have, and no kernel is launched. Not
-thread-safe: predictions are made one at a time.
+else, and keep it. A type that Python alone knows of means nothing else. A fake tensor of torch
+stands for a plain one: within fakes_are_plain() it is packed like one, into a buffer of the size
+that it would have, and no kernel is launched. Not thread-safe: predictions are made one at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn.parameter import UninitializedBuffer
+
+from vramx.patch.of_classes import found_of
 
 # A list: torch 2.6 compiles no look for a class in a set.
 PLAIN: list[type] = [torch.Tensor, torch.nn.Parameter]
+
+
+def _is_labelled(cls: Any) -> bool:
+    """Tell whether tensors of a class are plain ones to all of torch below Python.
+
+    Such a class tells where data is from, or what it is of: an image, a batch with its history.
+
+    Example:
+        >>> is_labelled(type("Image", (torch.Tensor,), {}))
+        True
+    """
+    if issubclass(cls, (torch.nn.Parameter, UninitializedBuffer)):
+        return False
+    return bool(cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
+
+
+is_labelled = found_of(_is_labelled)
 
 
 class NoLaunches:

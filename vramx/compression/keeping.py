@@ -9,7 +9,7 @@ import torch
 
 from vramx.compression import attention
 from vramx.compression.codec.geometry import Geometry, covered_bytes, describe, flat
-from vramx.compression.fakes import PLAIN
+from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.lifetime import current_stream, outlive
 from vramx.compression.policy import policy
 from vramx.compression.policy.calls import STRIDED, Operation
@@ -35,7 +35,8 @@ class Keeper:
         self._table = table
 
     def keep(self, tensor: torch.Tensor, operation: Operation, reason: str) -> Reference | Restored:
-        if type(tensor) in PLAIN and tensor.layout is STRIDED and not tensor.is_nested:
+        known = type(tensor) in PLAIN or (not operation.custom and is_labelled(type(tensor)))
+        if known and tensor.layout is STRIDED and not tensor.is_nested:
             nbytes = tensor.nbytes if tensor.is_contiguous() else covered_bytes(tensor)
             if reason in policy.EXAMINED and nbytes:
                 storage = tensor.untyped_storage()

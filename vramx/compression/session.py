@@ -25,6 +25,7 @@ from vramx.compression.codec.mapping import Mapping
 from vramx.compression.codec.normalised import Normal, Waiting
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
+from vramx.compression.fakes import PLAIN
 from vramx.compression.keeping import Keeper
 from vramx.compression.lifetime import outlive
 from vramx.compression.notices import tell_of_unknown
@@ -112,6 +113,9 @@ class Session:
                 return self._take_of_custom(tensor, operation)
         if operation.waiting is not None:
             operation.waiting.later.append(tensor)
+        if type(tensor) not in PLAIN:  # whose class may have its own way of everything
+            with torch._C.DisableTorchFunction():
+                return self._take(tensor, operation)
         if name == attention.NAME:
             return self._take_of_attention(tensor, operation)
         return self._take(tensor, operation)
@@ -231,7 +235,8 @@ class Session:
         if device not in self._devices and form.rounding == "stochastic":
             self._devices.add(device)
             random.renew_on_replay(tensor.device)
-        elements = tensor if tensor.is_contiguous() else flat(tensor, plan.geometry)
+        elements = tensor if type(tensor) in PLAIN else tensor.detach()
+        elements = elements if elements.is_contiguous() else flat(elements, plan.geometry)
         payload = self._codec.encode(elements, form, mapping)
         self._stats.record(operation.name, "", plan.nbytes, payload.nbytes)
         return Holding(payload, self._codec, form)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vramx.compression.codec.geometry import Geometry
-from vramx.compression.fakes import PLAIN
+from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.policy import writes
 from vramx.compression.policy.calls import STRIDED, Operation
 
@@ -93,5 +93,7 @@ def cast_source(
     if geometry.span * tensor.element_size() != tensor.untyped_storage().nbytes():
         return None
     source = match.tensor
-    plain = type(source) in PLAIN and source.layout is STRIDED
-    return source if plain and source.numel() == geometry.span else None
+    plain = type(source) in PLAIN or is_labelled(type(source))
+    return (
+        source if plain and source.layout is STRIDED and source.numel() == geometry.span else None
+    )

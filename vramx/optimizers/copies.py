@@ -41,8 +41,8 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def copy_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """Return an optimizer of the same class and options, of one group and without states.
+def copy_of(optimizer: Optimizer, *groups: dict[str, Any]) -> Optimizer:
+    """Return an optimizer of the same class and options, of other groups and without states.
 
     Without hooks, without what is vramx's own, and without what is bound to the original, all of
     which would change that.
@@ -70,5 +70,5 @@ def copy_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     copy.__dict__.update(own | hooks)
     # What an optimizer counts among its states is of no parameter.
     counted = {k: v for k, v in vars(optimizer)["state"].items() if not isinstance(k, Tensor)}
-    copy.state, copy.param_groups = defaultdict(dict, deepcopy(counted)), [group]
+    copy.state, copy.param_groups = defaultdict(dict, deepcopy(counted)), [*groups]
     return copy

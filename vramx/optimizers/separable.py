@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, summary
 from vramx.optimizers.copies import ORIGINAL, copy_of, parameters_of
 
 # By the beginning of their class's module and name.
@@ -45,7 +45,7 @@ def check(optimizer: Optimizer) -> None:
         at_once, apart = _train(optimizer, _step_at_once), _train(optimizer, _step_apart)
     except Exception as error:
         raise InvalidValueError(
-            f"{name} is not known, and cannot be tried on a small model: {error}"
+            f"{name} is not known, and cannot be tried on a small model: {summary(error)}"
         ) from error
     if not _are_alike(at_once, apart):
         raise InvalidValueError(
@@ -201,17 +201,18 @@ def _put(group: dict[str, Any], name: str, value: Any) -> None:
 
 def _train(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> list[Any]:
     """Return a small model's parameters, and the numbers that an optimizer has beside states."""
-    own = parameters_of(optimizer)
-    known, dimensions = own[0], {parameter.dim() for parameter in own}
-    # Some, as Muon, are for matrices alone.
-    shapes = [shape for shape in _SHAPES if len(shape) in dimensions] or _SHAPES
+    known = parameters_of(optimizer)[0]
     generator = torch.Generator().manual_seed(0)
 
     def normal(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator).to(known.device, known.dtype)
 
-    parameters = [torch.nn.Parameter(normal(shape)) for shape in shapes]
-    small = copy_of(optimizer, {**optimizer.param_groups[0], "params": parameters})
+    groups = [
+        {**group, "params": [torch.nn.Parameter(normal(shape)) for shape in shapes]}
+        for group, shapes in _kinds_of_groups(optimizer)
+    ]
+    small = copy_of(optimizer, *groups)
+    parameters = parameters_of(small)
     devices = [known.device] if known.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
@@ -222,6 +223,20 @@ def _train(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> list[Any]
     beside = {k: v for k, v in vars(small).items() if k != "state" and not k.endswith("_hooks")}
     known_besides = (leaf for leaf in tree_leaves(beside) if isinstance(leaf, (Tensor, float, int)))
     return [*parameters, *known_besides]
+
+
+def _kinds_of_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Sequence[Any]]]:
+    """Give a group of each kind, by what is switched on in it, with shapes of its parameters.
+
+    Some, as Muon, are for matrices alone, or treat those of one group otherwise.
+    """
+    kinds: dict[Any, tuple[dict[str, Any], set[int]]] = {}
+    for group in optimizer.param_groups:
+        words = {k: v if isinstance(v, (bool, str, type(None))) else 0 for k, v in group.items()}
+        _, dimensions = kinds.setdefault(tuple(sorted(words.items())), (group, set()))
+        dimensions.update(parameter.dim() for parameter in group["params"])
+    for group, dimensions in kinds.values():
+        yield group, [shape for shape in _SHAPES if len(shape) in dimensions] or _SHAPES
 
 
 def _are_alike(some: list[Any], others: list[Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vramx.compression.fakes import PLAIN
+from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.policy import exactness
 
 # Views and copies that autograd records: what they give is the same data.
@@ -201,7 +201,7 @@ def _add_tensors(
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors of as many elements and one dtype are the same ones, in whatever shape."""
-    if type(one) not in PLAIN or one.layout is not STRIDED:
+    if not (type(one) in PLAIN or is_labelled(type(one))) or one.layout is not STRIDED:
         return False
     if one.storage_offset() != other.storage_offset():
         return False

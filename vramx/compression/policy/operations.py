@@ -49,8 +49,7 @@ class OperationMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if kwargs is None:
-            kwargs = {}
+        kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # a constant while a compiler traces this
             if func is torch.Tensor.unflatten:
                 # Written in Python with a super() that cannot be traced; the method itself can.
@@ -64,6 +63,8 @@ class OperationMode(TorchFunctionMode):
                 return _opened(func)(*args, **kwargs)
         if _transforms_are_active():
             return self._call_transformed(func, args, kwargs)
+        if types and torch._C._is_torch_function_enabled():
+            return self._call_of_subclass(func, types, args, kwargs)
         if special:
             note_call(func, (*args, *kwargs.values()))
         outer = self._call
@@ -84,6 +85,21 @@ class OperationMode(TorchFunctionMode):
         # What it was asked for is a tensor of the graph, which holds the mode through its hooks.
         self._applied = (-1, None)
         super().__exit__(*error)
+
+    def _call_of_subclass(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Have what a subclass of tensors makes of a call seen by itself.
+
+        It may compute the function in its own way, by other operations and Functions. What it gives
+        to torch under its name comes here again, of no types.
+        """
+        with self:
+            for cls in types:
+                result = cls.__torch_function__(func, types, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        return func(*args, **kwargs)  # torch says that there is none
 
     def _call_transformed(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -41,7 +41,7 @@ from vramx.compression.config import (
     Compression,
     Format,
 )
-from vramx.compression.fakes import PLAIN
+from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.policy import looks
 from vramx.compression.policy.calls import STRIDED, Operation
 from vramx.compression.policy.policy import EXAMINED, OWNED, WHEREVER, Choice, SavePolicy
@@ -127,7 +127,8 @@ class Plans:
     def make(self, tensor: torch.Tensor, operation: Operation, choice: Choice) -> Plan:
         """Return what follows from a choice for a tensor."""
         plan = Plan(choice)
-        if type(tensor) in PLAIN and tensor.layout is STRIDED and not tensor.is_nested:
+        known = type(tensor) in PLAIN or is_labelled(type(tensor))
+        if known and tensor.layout is STRIDED and not tensor.is_nested:
             plan.geometry = describe(tensor)
             plan.nbytes = plan.geometry.covered * tensor.element_size()
             plan.is_counted_only = not choice.bits and choice.reason not in EXAMINED

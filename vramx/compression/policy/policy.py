@@ -25,7 +25,7 @@ from vramx.compression.codec.geometry import covered_elements, shape_of
 from vramx.compression.codec.mapping import is_result
 from vramx.compression.codec.roots import MAYBE_POWERS, SUMMED, graph_of_factor
 from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
-from vramx.compression.fakes import PLAIN
+from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.policy import third_party
 from vramx.compression.policy.calls import GRAPH, STRIDED, Operation
 from vramx.compression.policy.calls import UNKNOWN as UNKNOWN_CALL
@@ -170,7 +170,11 @@ class SavePolicy:
             return SMALL
         if tensor.requires_grad and tensor.grad_fn is None:
             return LEAF  # the graph holds it anyway, to give it its gradient
-        plain = type(tensor) in PLAIN and tensor.layout is STRIDED and dtype in _DATA
+        plain = type(tensor) in PLAIN or (
+            # Backward in Python would be given a tensor of another type than it saved.
+            operation is not None and not operation.custom and is_labelled(type(tensor))
+        )
+        plain = plain and tensor.layout is STRIDED and dtype in _DATA
         if (
             not plain
             or not (tensor.is_cuda or tensor.is_cpu)

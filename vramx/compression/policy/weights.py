@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 
 from vramx.compression.codec.geometry import shape_of
-from vramx.compression.fakes import PLAIN
+from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.policy.calls import GRAPH, Operation
 
 # Arguments that are weights by what the operation does with them, and so never data: also where
@@ -150,7 +150,11 @@ def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
     while waiting:
         one = waiting.pop()
         for tensors in (one._parameters, one._buffers):
-            found += [t for t in tensors.values() if t is not None and type(t) in PLAIN]
+            found += [
+                t
+                for t in tensors.values()
+                if t is not None and (type(t) in PLAIN or is_labelled(type(t)))
+            ]
         below = [m for m in one._modules.values() if m is not None and m not in seen]
         seen.update(below)
         waiting += below

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from vramx.compression.fakes import PLAIN
+from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.policy.calls import STRIDED
 
 # Gives a tensor of the same memory with a version of its own.
@@ -88,6 +88,10 @@ def note(values: Iterable[Any], *, for_good: bool = False) -> None:
             _counts.add(value.untyped_storage(), for_good=for_good)
         elif kind is list or kind is tuple:
             note(value, for_good=for_good)
+        elif isinstance(value, torch.Tensor) and is_labelled(kind):
+            with torch._C.DisableTorchFunction():
+                if value.layout is STRIDED:
+                    _counts.add(value.untyped_storage(), for_good=for_good)
 
 
 def note_anywhere() -> None:
