@@ -239,8 +239,11 @@ NOTEBOOK = """
 from torch import nn
 
 drawn = None
+rebound = object()
 def region(x):
     numbers = globals().get("later", drawn)
+    if hasattr(rebound, "random"):
+        numbers = rebound
     return (x * (1.0 if numbers is None else numbers.random())).square()
 
 def closing(numbers):
@@ -254,7 +257,7 @@ def closing(numbers):
 """
 
 
-@pytest.mark.parametrize("where", ["drawn", "later", "closed over"])
+@pytest.mark.parametrize("where", ["drawn", "rebound", "later", "closed over"])
 def test_a_generator_that_comes_after_the_first_call_is_set_back(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

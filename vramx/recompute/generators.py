@@ -108,12 +108,21 @@ def _named_by(function: Any) -> Iterator[Any]:
 def _names(file: str, count: int) -> tuple[str, ...]:
     """Return the names in a file by which its code can reach a generator, now or later.
 
-    Of so many: a notebook gets new ones as it goes on, and None may become one.
+    Of so many: a notebook gets new ones as it goes on, and names of objects others.
     """
     if not count or _is_torchs(file):
         return ()
     named = vars(sys.modules[file]).items()
-    return tuple(name for name, x in named if x is None or _generator_of(x) is not None)
+    return tuple(
+        name for name, x in named if not isinstance(x, _LASTING) or _generator_of(x) is not None
+    )
+
+
+# What a name stands for that has another meaning at no time.
+_LASTING = (
+    *(type, ModuleType, FunctionType, BuiltinMethodType, nn.Module),
+    *(str, int, float, tuple, list, dict, set),
+)
 
 
 def _generator_of(value: Any) -> Any:
