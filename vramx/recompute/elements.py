@@ -11,6 +11,9 @@ An input whose elements a softmax takes, alone or as terms, is kept exactly: an 
 factor of an error, and scores that a mask has been put on, as one block of attention gives them to
 the next, have elements beside which all others are nothing, or that are infinite.
 
+So are inputs whose elements are taken from one another where the length of the difference counts,
+as that of two atoms: it may be small beside both, and their errors are not.
+
 Costs a look-up an operation while a region is watched; holds no tensor.
 """
 
@@ -23,6 +26,7 @@ from torch import Tensor, strided
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from vramx.recompute.norms import NORMS
 from vramx.recompute.objects import storage_of
 
 _SATURATING = frozenset(
@@ -38,8 +42,19 @@ SAME = frozenset(
         *("split", "split_with_sizes", "unbind", "mul", "div", "neg", "add", "sub", "rsub"),
     )
 )
+_DIFFERENCES = frozenset({"aten::sub", "aten::rsub"})
+_SUMS = frozenset({"aten::sum", "aten::mean", "aten::nansum", "aten::cumsum"})
+# What is small beside its group counts in their results as much as what is large.
+_LENGTHS = NORMS | frozenset(
+    f"aten::{name}"
+    for name in (
+        *("sqrt", "rsqrt", "reciprocal", "linalg_vector_norm", "norm", "frobenius_norm"),
+        *("std", "std_mean", "var", "var_mean"),
+    )
+)
 # Their slopes have no bound at zero.
 _STEEP = frozenset({"aten::sqrt", "aten::rsqrt"})
+_ROUGH = _SATURATING | _STEEP | _LENGTHS
 _BENDING = frozenset(
     f"aten::{name}" for name in ("gelu", "silu", "mish", "softplus", "square", "pow")
 )
@@ -63,11 +78,13 @@ _TERMS = frozenset(
 
 class _Elements(NamedTuple):
     """The numbers of inputs whose elements a tensor has functions of, and the last that bends;
-    `terms` has those whose elements are among its terms as well."""
+    `terms` has those whose elements are among its terms as well. `is_difference`: it is made of
+    those of two tensors, one taken from the other."""
 
     read: frozenset[int] = frozenset()
     bend: str = ""
     terms: frozenset[int] = frozenset()
+    is_difference: bool = False
 
 
 _NONE = _Elements()
@@ -103,18 +120,26 @@ class Elements:
         """Look at a call of the dispatcher."""
         if name in self._allowed:
             return
-        if name in _SATURATING:
-            if self._of(args[0]).read:
-                self._on_rough(f"the slope of {name}, where an input saturates it,")
-        elif name in _STEEP:
-            if self._of(args[0]).read:
-                self._on_rough(f"the slope of {name} near zero")
+        rough = self._roughness(name, self._of(args[0])) if name in _ROUGH else ""
+        if rough:
+            self._on_rough(rough)
         elif name in _SOFTMAXES:
             self.exact |= self._of(args[0]).terms
         elif _ATTENTION in name:
             self.exact = self.exact.union(*(self._of(x).terms for x in args[_OF_ATTENTION:]))
+        elif name in _SUMS:
+            if self._of(args[0]).is_difference:
+                self._functions[result] = _Elements(is_difference=True)
         elif name in _BENDING or name in _PRODUCTS or name in SAME or name in _TERMS:
             self._follow(name, [x for x in tree_leaves(args) if isinstance(x, Tensor)], result)
+
+    def _roughness(self, name: str, of: _Elements) -> str:
+        """Return what a function does to inputs that wants them exactly; empty: nothing."""
+        if name in _LENGTHS and of.is_difference:
+            return f"{name} of a difference of inputs"
+        if name in _SATURATING and of.read:
+            return f"the slope of {name}, where an input saturates it,"
+        return f"the slope of {name} near zero" if name in _STEEP and of.read else ""
 
     def leave(self, results: Iterable[Any]) -> None:
         """Look at what a region gives."""
@@ -123,10 +148,12 @@ class Elements:
 
     def _follow(self, name: str, tensors: list[Tensor], result: Any) -> None:
         several = len(tensors) > 1
-        found = [each for each in map(self._of, tensors) if each.terms]
+        found = [each for each in map(self._of, tensors) if each.terms or each.is_difference]
         if not found:
             return
         terms = found[0].terms.union(*(each.terms for each in found))
+        differs = name in _DIFFERENCES and len([each for each in found if each.terms]) > 1
+        differs = differs or any(each.is_difference for each in found)
         now = _Elements(terms=terms)
         if name in _PRODUCTS or (not several and (name in SAME or name in _BENDING)):
             now = self._function_of(name, found, several)._replace(terms=terms)
@@ -134,7 +161,8 @@ class Elements:
             # Of what is changed in place.
             before = self._functions.get(each, _NONE)
             read, bend = before.read | now.read, now.bend or before.bend
-            self._functions[each] = _Elements(read, bend, before.terms | terms)
+            differs = differs or before.is_difference
+            self._functions[each] = _Elements(read, bend, before.terms | terms, differs)
 
     def _function_of(self, name: str, found: list[_Elements], several: bool) -> _Elements:
         found = [each for each in found if each.read]

@@ -32,6 +32,7 @@ _CHANNELS = frozenset(
         *("aten::_native_batch_norm_legit", "aten::_batch_norm_with_update"),
     }
 )
+NORMS = _ROWS | _GROUPS | _CHANNELS
 # Of a norm that is written out one of these is the first to read the input.
 _MEANS = frozenset(f"aten::{name}" for name in ("mean", "var", "std", "var_mean", "std_mean"))
 _SUMS = _MEANS | {"aten::sum"}  # of squares
