@@ -92,14 +92,16 @@ class Operators(TorchDispatchMode):
             self._check_filled((*args[:1], *kwargs.values()))
         if not is_smooth(func, args, kwargs):
             self._look_at_rough(name_of(func), args, kwargs)
+        written = written_by(func, args, kwargs)
+        if written and self._buffers is not None:
+            self._buffers.before_write(written)
         result = func(*args, **kwargs)
         if self._origins is not None:
-            written = written_by(func, args, kwargs)
             self._origins.note(name_of(func), args, kwargs, (result, written))
         for reader in self._readers:
             reader.look_at(name_of(func), (*args, *kwargs.values()), result)
         if self._buffers is not None:
-            self._buffers.note_write(written_by(func, args, kwargs))
+            self._buffers.note_write(written)
         if isinstance(result, Tensor) and leaves_unfilled(func, result):
             self._unfilled = result
         return result
