@@ -91,7 +91,7 @@ class Operators(TorchDispatchMode):
         if self._unfilled is not None:
             self._check_filled((*args[:1], *kwargs.values()))
         if not is_smooth(func, args, kwargs):
-            self._look_at_rough(name_of(func), args, kwargs)
+            self._look_at_rough(func, args, kwargs)
         written = written_by(func, args, kwargs)
         if written and self._buffers is not None:
             self._buffers.before_write(written)
@@ -106,10 +106,13 @@ class Operators(TorchDispatchMode):
             self._unfilled = result
         return result
 
-    def _look_at_rough(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _look_at_rough(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        name, origins = name_of(func), self._origins
         if name.split("::")[-1] in self._allowed:
             return
-        if self._origins is None or not self._origins.excuses(name, args, kwargs):
+        # One of a higher order may reach more than it is given.
+        is_plain = getattr(func, "_schema", None) is not None
+        if origins is None or not is_plain or not origins.excuses(name, args, kwargs):
             self._on_rough(name)
 
     def _check_filled(self, targets: Sequence[Any]) -> None:
