@@ -3,7 +3,8 @@
 What is made of positions, weights, buffers and random numbers alone is the same in a recomputation
 from packed inputs, whatever is done with it: a causal mask may compare, a stochastic depth round.
 And a quotient has no pole that a norm has not where it divides by a root of squares, such as the
-length of a row, as normalize() and norms do that are written out.
+length of a row, as normalize() and norms do that are written out; nor has one by what is not made
+of inputs, as a mean over a mask or a temperature.
 
 Told by memory, so that views and changes in place count. A microsecond or two a tensor of an
 operation, while a region is watched and in recomputations of those that needed it; one thread.
@@ -81,7 +82,9 @@ class Origins:
 
     def _is_of_size(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if name == "aten::div":
-            return len(args) > 1 and self._is_size(args[1]) and not kwargs.get("rounding_mode")
+            if kwargs.get("rounding_mode") is not None:
+                return False
+            return self._is_size(args[1]) or not self._is_any_made(args[1:])
         if name == "aten::reciprocal":
             return self._is_size(args[0])
         return name in _CLAMPS and self._is_bounded_size(name, args, kwargs)
