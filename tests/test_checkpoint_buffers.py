@@ -51,6 +51,50 @@ class Average(nn.Module):
         return (x - self.mean).square()
 
 
+class Learnt(nn.Module):
+    """Writes into a parameter that learns, in one of the ways that codebooks do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.code = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = (x - self.code.detach()).square()
+        now = x.detach().mean(0)
+        if self.how == "past the version":
+            self.code.data.lerp_(now, 0.5)
+        else:
+            with torch.no_grad():
+                if self.how == "in a list":
+                    torch._foreach_mul_([self.code], 0.5)
+                else:
+                    self.code[::2] += now[::2]
+        return before * (x - self.code.detach()).square() * self.code
+
+
+@LEVELS
+@pytest.mark.parametrize("how", ["past the version", "in a list", "in a view"])
+def test_a_parameter_that_a_region_writes_into_is_what_it_was_from_the_first_call_on(
+    how: str, level: Any
+) -> None:
+    found = []
+    for run in (functools.partial(vramx.checkpoint, level=level), lambda module, x: module(x)):
+        torch.manual_seed(0)
+        module = Learnt(how)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                x = activation()
+                run(module, x).sum().backward()
+        found.append((module.code.detach(), module.code.grad))
+    (code, gradient), (exact_code, exact_gradient) = found
+    torch.testing.assert_close(code, exact_code)
+    if level == "keep":
+        torch.testing.assert_close(gradient, exact_gradient)
+    assert nn.functional.cosine_similarity(gradient, exact_gradient, 0) > 0.999
+
+
 class Viewed(Average):
     """Has a view of a buffer that it moves, as another buffer."""
 

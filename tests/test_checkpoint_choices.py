@@ -125,6 +125,7 @@ ROUGH: dict[str, Callable[[Tensor], Tensor]] = {
     "read past the dispatcher": read,
     "chances": lambda x: x.sin() * torch.bernoulli((x.detach() > 0).float()),
     "bits": lambda x: x.sin() * (x.detach().view(torch.int32) >= 0),
+    "a rounded quotient": lambda x: x.sin() * x.div(torch.full((1,), 0.7), rounding_mode="floor"),
     "quotient": lambda x: x / (x.sum(1, keepdim=True) + 1e-6),
     "own function": lambda x: Rounded.apply(x).sin(),
     "own kernel": unseen,
@@ -220,6 +221,8 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "stochastic depth, rounded": lambda x: x.sin() * (0.5 + x.new_empty(64, 1).uniform_()).floor(),
     "a mask that it makes": lambda x: x.sin().masked_fill(torch.ones(64, 16).triu(1).bool(), 0.0),
     "a bias of positions": lambda x: x.sin() + torch.arange(1.0, 17.0).log().exp(),
+    "a mean over a mask": lambda x: x.sin().sum(0) / torch.ones(64, 1).cumsum(0).sum().clamp(min=1),
+    "a temperature": lambda x: (x @ x.t()) / torch.full((1,), 0.7),
     "an integer of its own": lambda x: x.sin() * int(torch.ones(1).sum()),
 }
 

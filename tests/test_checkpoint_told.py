@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_tools import WIDTH, activation, quiet, seeds
+from checkpoint_tools import LEVELS, WIDTH, activation, quiet, seeds
 from torch import Tensor, nn
 
 import vramx
@@ -90,19 +90,49 @@ def test_a_tensor_of_a_function_that_it_writes_into_is_told_of() -> None:
         CHECKPOINT(region, activation(8, WIDTH))
 
 
-class Shrinks(nn.Module):
+class ShrinksLater(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.layer.weight.data.mul_(0.5)
+        self.calls += 1
+        if self.calls > 1:
+            self.layer.weight.mul_(0.5)
         return self.layer(x)
 
 
-def test_that_a_region_writes_into_a_parameter_is_said() -> None:
+def test_that_a_later_call_is_the_first_to_write_into_a_parameter_is_said() -> None:
+    module = ShrinksLater()
+    CHECKPOINT(module, activation())
     with pytest.warns(VramxWarning, match="weight of Linear, which is no buffer"):
-        CHECKPOINT(Shrinks(), activation())
+        CHECKPOINT(module, activation())
+
+
+class Steps(nn.Module):
+    """Follows its input, by steps of an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.zeros(WIDTH))
+        self.optimizer = torch.optim.SGD([self.code], lr=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (x.detach() - self.code).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return (x - self.code).square()
+
+
+@LEVELS
+def test_that_a_region_steps_an_optimizer_is_told_of_once(level: Any) -> None:
+    module = Steps()
+    with pytest.warns(VramxWarning, match=r"SGD.step\(\) within a region under vramx.checkpoint"):
+        vramx.checkpoint(module, activation(), level=level)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        vramx.checkpoint(module, activation(), level=level)
 
 
 @pytest.mark.parametrize("way", ["module", "closure", "recomputed block"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -148,6 +150,31 @@ def test_transforms_of_torch_func_within_a_context_are_exact(how: str) -> None:
         found = weight_gradient()
     assert torch.equal(found, expected)
     assert stats.packed.tensors == 0
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.parametrize("way", ["context", "module", "checkpoint"])
+@pytest.mark.parametrize("how", REVERSE)
+def test_torchs_error_of_a_transform_within_says_what_to_do(how: str, way: str) -> None:
+    net, x = small_net(), torch.randn(4, 8)
+
+    class Within(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return REVERSE[how](net, x)
+
+    def in_context(x: torch.Tensor) -> None:
+        with compress(min_bytes=0):
+            Within()(x)
+
+    call: Any = {
+        "context": in_context,
+        "module": vramx.compressed_activations(Within(), min_bytes=0),
+        "checkpoint": functools.partial(vramx.checkpoint, Within(), level="keep"),
+    }[way]
+    with pytest.raises(RuntimeError, match="support saved tensor hooks") as caught:
+        call(x)
+    (note,) = caught.value.__notes__
+    assert "leave modules out whose forward calls torch.func.grad" in note
 
 
 @pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])

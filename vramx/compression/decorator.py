@@ -11,6 +11,7 @@ with that advice.
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -97,7 +98,7 @@ class Packing(Change):
         try:
             return forward(*args, **kwargs)
         finally:
-            context.__exit__()
+            context.__exit__(*sys.exc_info())
 
     def __str__(self) -> str:
         options = self.context.options

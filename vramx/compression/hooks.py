@@ -18,6 +18,7 @@ from vramx.compression.codec import random
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import Compression
 from vramx.compression.derivatives import Derivatives, Unpacking
+from vramx.compression.notices import explain
 from vramx.compression.policy.operations import OperationMode
 from vramx.compression.saved import Codec
 from vramx.compression.session import PlainCodec, Session
@@ -69,6 +70,8 @@ class CompressionContext:
         active = self._entered.stack.pop()
         if active is not None:
             active.pop()
+            for each in error:
+                explain(each)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompressionContext, (self.options,)

@@ -1,4 +1,4 @@
-"""What compression says once a process: which operation it does not know, and what to do.
+"""What compression says: which operation it does not know, once, and what to do about an error.
 
 Thread-safe; a set look-up where a thing has been said.
 """
@@ -17,6 +17,22 @@ _WAYS = {
     UNKNOWN: "TorchScript, a backward pass within, C++ that is no operator of torch, or, from "
     "torch 2.14 on, an autograd.Function whose call does not name it; it can be kept only",
 }
+
+
+# Of torch's words where a transform of torch.func meets hooks.
+_HOOKS = "support saved tensor hooks"
+
+
+def explain(error: object) -> None:
+    """Add to torch's error of a transform that ran into our hooks what is to be done about it."""
+    if not isinstance(error, RuntimeError) or _HOOKS not in str(error):
+        return
+    # Python 3.10 has no notes.
+    if hasattr(error, "add_note") and not hasattr(error, "__notes__"):
+        error.add_note(
+            "vramx packs and recomputes by such hooks: leave modules out whose forward calls "
+            "torch.func.grad, vjp, jacrev or hessian, and decorate or checkpoint the others"
+        )
 
 
 def tell_of_unknown(operation: Operation) -> None:

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from vramx.compression import enclosing
 from vramx.compression.codec.geometry import shape_of
 from vramx.compression.compiler import run_uncompiled
+from vramx.compression.notices import explain
 from vramx.errors import RecomputationError
 
 # Devices of which random numbers and autocast are restored.
@@ -80,8 +81,12 @@ def _more_is_asked() -> bool:
 def run(function: Callable[..., Any], leaves: Sequence[Any], inputs: Inputs) -> Any:
     """Return function(*leaves); of what it saves the graph has a call with `inputs`."""
     again = _Again(function, leaves, inputs)
-    with saved_tensors_hooks(again.numbers, again.open):
-        return function(*leaves)
+    try:
+        with saved_tensors_hooks(again.numbers, again.open):
+            return function(*leaves)
+    except RuntimeError as error:
+        explain(error)
+        raise
 
 
 class _Numbers:

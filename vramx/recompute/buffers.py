@@ -7,10 +7,11 @@ the first run of a module, in training and in evaluation, by its operations, for
 tell of a write through `.data`. What a module wrote once, it is taken to write in each call. For a
 recomputation modules have copies of it.
 
-Of parameters that a region has not written before there is no copy, for they may be all of a model,
-but of those of up to 1 MiB that need no gradient, as a counter or the state of a generator that a
-library keeps in a parameter; nor is there of buffers that a module left alone in its first run. A
-recomputation of that one call has the new ones, and a warning says so.
+Parameters may be all of a model: the first run of a module copies each just before an operation
+writes to it, and small ones that need no gradient, as a counter or the state of a generator that a
+library keeps in one, ahead. Of those that it gives other memory, or that it left alone in its first
+run, there is no copy, nor of such buffers. A recomputation of that one call has the new ones, and a
+warning says so.
 
 A region is recomputed by one thread at a time. A call costs a look at each buffer of its modules
 and a copy of those that it writes.
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from vramx.errors import warn_once
 from vramx.patch.references import globals_of, parts_of
@@ -85,6 +87,7 @@ class Buffers:
         # Whether a module has not run yet, so that it is to be watched.
         self.are_new = False
         self._memory: set[int] = set()  # that operations wrote to
+        self._uncopied: dict[int, list[_Seen]] | None = None  # parameters, by their memory
         self._known: set[tuple[int, str]] = set()  # what its module has written before
         self._left_alone: set[tuple[int, str]] = set()  # buffers that it has not
         for module in modules:
@@ -113,6 +116,19 @@ class Buffers:
                 may_write = is_copied if written is None else name in written
                 if may_write and not is_statistic:
                     self._copies[id(module), name] = copy_of(tensor)
+
+    def before_write(self, targets: Iterable[Any]) -> None:
+        """Copy the parameters that an operation is about to write to."""
+        if self._uncopied is None:
+            self._uncopied = {}
+            for seen in self._seen:
+                if seen.numel >= 0 and seen.members is seen.module._parameters:
+                    self._uncopied.setdefault(storage_of(seen.tensor), []).append(seen)
+        for target in tree_leaves(list(targets)):
+            if isinstance(target, Tensor) and target.layout is torch.strided:
+                for seen in self._uncopied.pop(storage_of(target), ()):
+                    copy = seen.tensor.detach().clone()
+                    self._copies.setdefault((id(seen.module), seen.name), copy)
 
     def note_write(self, targets: Iterable[Any]) -> None:
         """Note the memory of tensors, and of those in lists, that an operation wrote to."""
@@ -158,7 +174,7 @@ class Buffers:
                 elif (id(module), name) in self._left_alone:
                     tell_of_write(module, name, "which it left alone before", "in each call")
                 self._kept.append(_Kept(members, name, value))
-        self._seen, self._copies, self._memory = [], {}, set()
+        self._seen, self._copies, self._memory, self._uncopied = [], {}, set(), None
         self._known, self._left_alone = set(), set()
 
     def _written_so_far(self) -> Iterator[_Kept]:

@@ -3,7 +3,8 @@
 What is made of positions, weights, buffers and random numbers alone is the same in a recomputation
 from packed inputs, whatever is done with it: a causal mask may compare, a stochastic depth round.
 And a quotient has no pole that a norm has not where it divides by a root of squares, such as the
-length of a row, as normalize() and norms do that are written out.
+length of a row, as normalize() and norms do that are written out; nor has one by what is not made
+of inputs, as a mean over a mask or a temperature.
 
 Told by memory, so that views and changes in place count. A microsecond or two a tensor of an
 operation, while a region is watched and in recomputations of those that needed it; one thread.
@@ -11,16 +12,16 @@ operation, while a region is watched and in recomputations of those that needed 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, strided
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vramx.recompute.elements import SAME
+from vramx.recompute.objects import storage_of
 
 # Of an argument they read its form alone.
 _OF_FORM = frozenset(
@@ -52,7 +53,8 @@ class Origins:
 
     def excuses(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Tell whether packed inputs leave an operation as it is, or it is part of a norm."""
-        excused = not self._is_made((args, kwargs)) or self._is_of_size(name, args, kwargs)
+        made = self._is_any_made((*args, *kwargs.values()))
+        excused = not made or self._is_of_size(name, args, kwargs)
         self.excused |= excused
         return excused
 
@@ -60,9 +62,9 @@ class Origins:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any
     ) -> None:
         """Note what an operation made, or wrote to."""
-        if name in _OF_FORM or not self._is_made((args, kwargs)):
+        if name in _OF_FORM or not self._is_any_made((*args, *kwargs.values())):
             return
-        found = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
+        found = list(_tensors_in(results))
         self._add(found)
         if name in _ROOTS or (name in _BOUNDED and self._is_bounded_size(name, args, kwargs)):
             for each in found:
@@ -70,19 +72,19 @@ class Origins:
 
     def _add(self, tensors: Iterable[Tensor]) -> None:
         for each in tensors:
-            if each.layout is strided:
-                ref = _storage_of(each)
-                self._made.setdefault(ref.cdata, ref)
+            if each.layout is strided and storage_of(each) not in self._made:
+                with torch._C.DisableTorchFunction():
+                    self._made[storage_of(each)] = StorageWeakRef(each.untyped_storage())
 
-    def _is_made(self, values: Any) -> bool:
-        return any(self._is_of_inputs(x) for x in tree_leaves(values) if isinstance(x, Tensor))
-
-    def _is_of_inputs(self, x: Tensor) -> bool:
-        return x.layout is not strided or _storage_of(x).cdata in self._made
+    def _is_any_made(self, values: Iterable[Any]) -> bool:
+        known = self._made
+        return any(x.layout is not strided or storage_of(x) in known for x in _tensors_in(values))
 
     def _is_of_size(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if name == "aten::div":
-            return len(args) > 1 and self._is_size(args[1]) and not kwargs.get("rounding_mode")
+            if kwargs.get("rounding_mode") is not None:
+                return False
+            return self._is_size(args[1]) or not self._is_any_made(args[1:])
         if name == "aten::reciprocal":
             return self._is_size(args[0])
         return name in _CLAMPS and self._is_bounded_size(name, args, kwargs)
@@ -99,6 +101,10 @@ class Origins:
         return isinstance(x, Tensor) and x in self._sizes
 
 
-def _storage_of(x: Tensor) -> StorageWeakRef:
-    with torch._C.DisableTorchFunction():
-        return StorageWeakRef(x.untyped_storage())
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Give the tensors among an operation's arguments or results, which are in lists at most."""
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _tensors_in(each)

@@ -13,12 +13,13 @@ its modules.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vramx.errors import RecomputationError
+from vramx.errors import RecomputationError, warn_once
 from vramx.recompute import verdicts
 from vramx.recompute.buffers import Buffers
 from vramx.recompute.ending import Ending
@@ -84,7 +85,7 @@ class Region:
             result = self._run_to_pack(args, kwargs, leaves, (inputs.tensors, buffers))
         elif buffers.are_new:
             self._ran_in_mode = True
-            with Operators(_accept, self._allowed, buffers=buffers):
+            with Operators(_accept, self._allowed, buffers=buffers), _steps_told():
                 result = self._function(*args, **kwargs)
         else:
             result = self._function(*args, **kwargs)
@@ -105,7 +106,7 @@ class Region:
             self._ran_in_mode = True
             self._was_read = Reads(_accept)
             watch = Watch(self._allowed, *seen, leaves)
-            with watch.running():
+            with watch.running(), _steps_told():
                 result = self._function(*args, **kwargs)
             watch.look_at(result, leaves)
             verdict = Verdict(watch.rough, watch.norms, watch.rooted, watch.exact, watch.excused)
@@ -140,6 +141,25 @@ class Region:
             f"{rough}, which is not known to be smooth; an earlier call of the same kind did not. "
             "From now on its inputs are kept exactly; level='keep' keeps them so from the start"
         )
+
+
+@contextlib.contextmanager
+def _steps_told() -> Iterator[None]:
+    """Say once that a region steps an optimizer: it has the weights themselves, and no copies."""
+
+    def tell(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        warn_once(
+            f"{type(optimizer).__name__}.step() within a region under vramx.checkpoint is taken "
+            "once more when the region is recomputed, with the gradients of then; take it "
+            "outside of the region, or leave that module out",
+            stacklevel=7,
+        )
+
+    handle = register_optimizer_step_pre_hook(tell)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _has_notes(leaf: Any) -> bool:

@@ -91,23 +91,28 @@ class Operators(TorchDispatchMode):
         if self._unfilled is not None:
             self._check_filled((*args[:1], *kwargs.values()))
         if not is_smooth(func, args, kwargs):
-            self._look_at_rough(name_of(func), args, kwargs)
+            self._look_at_rough(func, args, kwargs)
+        written = written_by(func, args, kwargs)
+        if written and self._buffers is not None:
+            self._buffers.before_write(written)
         result = func(*args, **kwargs)
         if self._origins is not None:
-            written = written_by(func, args, kwargs)
             self._origins.note(name_of(func), args, kwargs, (result, written))
         for reader in self._readers:
             reader.look_at(name_of(func), (*args, *kwargs.values()), result)
         if self._buffers is not None:
-            self._buffers.note_write(written_by(func, args, kwargs))
+            self._buffers.note_write(written)
         if isinstance(result, Tensor) and leaves_unfilled(func, result):
             self._unfilled = result
         return result
 
-    def _look_at_rough(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _look_at_rough(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        name, origins = name_of(func), self._origins
         if name.split("::")[-1] in self._allowed:
             return
-        if self._origins is None or not self._origins.excuses(name, args, kwargs):
+        # One of a higher order may reach more than it is given.
+        is_plain = getattr(func, "_schema", None) is not None
+        if origins is None or not is_plain or not origins.excuses(name, args, kwargs):
             self._on_rough(name)
 
     def _check_filled(self, targets: Sequence[Any]) -> None:
