@@ -47,6 +47,24 @@ def read_value(tensor: Tensor, assume: Assume) -> Any:
     raise _error(str(tensor.dtype).removeprefix("torch."))
 
 
+def read_equal(one: Tensor, other: Tensor) -> bool:
+    """Return what torch.equal() returns: whether shapes differ, or it is the same memory.
+
+    Raises:
+        UntraceableError: it depends on the numbers, and these are not known.
+    """
+    if one.shape != other.shape:
+        return False
+    same = one.stride() == other.stride() and one.storage_offset() == other.storage_offset()
+    if same and one.untyped_storage()._cdata == other.untyped_storage()._cdata:
+        return True
+    known = value_of(one), value_of(other)
+    if known[0] is None or known[1] is None:
+        raise _error("bool")
+    with real():
+        return torch.equal(known[0], known[1])
+
+
 def read(function: Any, args: Any, assume: Assume) -> Any:
     """Return what a call reads of a tensor without data, NotImplemented for other calls."""
     how = _READS.get(function)
