@@ -21,6 +21,7 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_
 
 from vramx.compression import enclosing
 from vramx.compression.config import Compression
+from vramx.compression.hooks import compress
 from vramx.errors import ModifiedInPlaceError, RecomputationError
 from vramx.recompute import again, call
 
@@ -286,6 +287,38 @@ def test_what_a_program_asks_of_torchs_checkpoint_has_torchs(
     with context:
         run(Block(), input_of()).sum().backward()
     assert len(calls_of_torchs) == 1
+
+
+class ReadsTwice(torch.autograd.Function):
+    """Asks twice for what it saved, as functions of linear operators do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        assert torch.equal(*ctx.saved_tensors, *ctx.saved_tensors)
+        return gradient * ctx.saved_tensors[0].cos()
+
+
+def test_a_call_within_compress_is_made_again_here_and_may_be_read_twice(
+    calls_of_torchs: list[Any],
+) -> None:
+    block = Block()
+
+    def function(x: Tensor) -> Tensor:
+        return ReadsTwice.apply(block(x))  # type: ignore[no-any-return]
+
+    def in_compress(x: Tensor) -> Tensor:
+        with compress(min_bytes=0) as stats:
+            y: Tensor = run(function, x)
+        assert stats.tensors == 0
+        return y
+
+    check_near(gradients(block, in_compress), gradients(block, function), "keep")
+    assert not calls_of_torchs
 
 
 def by_is_grads_batched(y: Tensor, of: list[Tensor], gradients: Tensor) -> tuple[Tensor, ...]:

@@ -147,7 +147,7 @@ def test_a_function_in_python_that_offers_itself_to_modes_is_kept() -> None:
 def test_an_unknown_operation_is_named_once_with_the_way_out() -> None:
     here.Splat, x = function_of("theirs", "Splat"), input_of(16, 64)
     errors._said.clear()
-    with pytest.warns(VramxWarning, match=r'Splat is not known.*\{"Splat": "int8"\}'):
+    with pytest.warns(VramxWarning, match=r'Splat of theirs is not known.*\{"Splat": "int8"\}'):
         assert saved_reason(lambda: here.Splat.apply(x)) == {"unknown": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -114,6 +114,25 @@ def test_a_block_that_is_given_one_tensor_twice_is_measured_so() -> None:
     assert len(plan.words) == 2
 
 
+class Turning(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(torch.tanh(self.linear(x.real)), x.imag)
+
+
+class OfComplexNumbers(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = torch.complex(x, x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.real)
+
+
+def test_blocks_of_complex_numbers_are_planned() -> None:
+    plan = vramx.plan(OfComplexNumbers(2, Turning), rows(64), "smallest", levels=LEVELS)
+    assert plan.words["blocks.0"] == "recompute_all"
+
+
 class Counting(Block):
     """Says how often it was called, as the vector fields of ODE solvers do."""
 

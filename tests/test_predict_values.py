@@ -63,6 +63,26 @@ def test_what_a_write_of_unknown_data_spoils_is_not_read() -> None:
     assert numbers.tolist() == [0, 1, 2, 3]
 
 
+def test_tensors_that_are_one_are_equal_and_those_of_another_shape_are_not() -> None:
+    """Kernels of Gaussian processes ask whether both of their arguments are the same points."""
+    points, numbers = torch.zeros(8, 64), torch.arange(4)
+    seen = deque[bool]()
+
+    def step() -> None:
+        y = WEIGHTS(points)
+        seen.extend(
+            [torch.equal(y, y[:]), torch.equal(y, y[1:]), torch.equal(numbers, numbers + 1)]
+        )
+        seen.extend([torch.allclose(y, y), torch.allclose(numbers, numbers + 1, atol=2.0)])
+        if len(seen) > 5:
+            torch.allclose(y, y + 1)
+
+    vramx.predict(step, steps=1)
+    assert [*seen] == [True, False, False, True, True]
+    with pytest.raises(UntraceableError, match=r"reads a value of bool.*test_predict_values"):
+        vramx.predict(step, steps=1)
+
+
 def test_no_layer_is_dropped_by_a_drawn_number() -> None:
     x = torch.zeros(256, 64)
 

@@ -38,13 +38,14 @@ def explain(error: object) -> None:
 def tell_of_unknown(operation: Operation) -> None:
     """Name an operation whose tensors are kept because nothing is known of its backward."""
     name = operation.name
-    way = _WAYS.get(name)
+    way, whose = _WAYS.get(name), ""
     if way is None:
+        whose = f" of {operation.library}"  # operators of several libraries may be a `forward`
         way = f'a policy such as {{"{name}": "int8"}}'
         if not operation.untold:
             way += f', or {{"{name}:0": "int8"}} for its first argument,'
         way += " packs what its backward is linear or smooth in"
         if operation.untold:  # from torch 2.14 on
             way += "; torch does not show its arguments, and one for some of them has no effect"
-    text = f"{name} is not known to compression, and what it saves is kept exactly: {way}"
+    text = f"{name}{whose} is not known to compression, and what it saves is kept exactly: {way}"
     warn_once(text, about=f"{operation.library}.{name}")

@@ -37,7 +37,7 @@ from vramx.planning.fake_answers import (
 from vramx.planning.fake_batches import loading
 from vramx.planning.fake_device import guarded
 from vramx.planning.fake_kernels import REPLACED, SEQUENCES
-from vramx.planning.fake_reads import as_numbers, read, read_value
+from vramx.planning.fake_reads import COMPARISONS, as_numbers, read, read_equal, read_value
 from vramx.planning.fake_results import bounded
 from vramx.planning.fake_sparse import assume_elements, sparse_result
 from vramx.planning.fake_values import (
@@ -238,6 +238,8 @@ class _Operations(TorchDispatchMode):
             return _META if self._engine.asks and device.type == "cuda" else device
         if func is torch.ops.aten._local_scalar_dense.default:
             return read_value(args[0], self._gpu.assume)
+        if func in COMPARISONS:
+            return read_equal(func, args, kwargs)
         # What the engine was told; a program's own tensors of the meta device are what they are.
         on_gpu = ("cuda", "meta") if self._engine.asks else ("cuda",)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type in on_gpu:

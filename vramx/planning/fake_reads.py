@@ -47,6 +47,30 @@ def read_value(tensor: Tensor, assume: Assume) -> Any:
     raise _error(str(tensor.dtype).removeprefix("torch."))
 
 
+def read_equal(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return what torch.equal() or allclose() does: shapes differ, or it is the same memory.
+
+    Raises:
+        UntraceableError: it depends on the numbers, and these are not known.
+    """
+    one, other, *options = args
+    if one.shape != other.shape and operation is EQUAL:
+        return False
+    same = one.shape == other.shape and one.stride() == other.stride()
+    same = same and one.storage_offset() == other.storage_offset()
+    if same and one.untyped_storage()._cdata == other.untyped_storage()._cdata:
+        return True
+    known = value_of(one), value_of(other)
+    if known[0] is None or known[1] is None:
+        raise _error("bool")
+    with real():
+        return bool(operation(*known, *options, **kwargs))
+
+
+EQUAL = torch.ops.aten.equal.default
+COMPARISONS = (EQUAL, torch.ops.aten.allclose.default)
+
+
 def read(function: Any, args: Any, assume: Assume) -> Any:
     """Return what a call reads of a tensor without data, NotImplemented for other calls."""
     how = _READS.get(function)

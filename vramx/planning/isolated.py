@@ -66,7 +66,7 @@ class _Sink(torch.autograd.Function):
     def forward(ctx: Any, levels: _Levels, *outputs: Tensor) -> Tensor:
         ctx.levels = levels
         ctx.described = [(x.shape, x.dtype, x.device) for x in outputs]
-        return outputs[0].new_zeros(())
+        return outputs[0].new_zeros((), dtype=torch.float32)  # of complex ones no gradient begins
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Any) -> Any:

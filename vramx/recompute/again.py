@@ -59,11 +59,14 @@ class Inputs(Protocol):
 def serves(leaves: Sequence[Any]) -> bool:
     """Tell whether a call with these arguments can be made again here.
 
-    Hooks of others see the inputs that torch's checkpoint saves, modes what it asks; a program may
-    have asked it for more for a while; inference tensors it refuses in words that help; and before
-    release 2.8 torch does not tell of hooks.
+    Hooks of others see the inputs that torch's checkpoint saves (those of compress() have no say:
+    inputs.py keeps these), modes what it asks; a program may have asked it for more for a while;
+    inference tensors it refuses in words that help; and before release 2.8 torch does not tell of
+    hooks.
     """
-    if not enclosing.is_told() or enclosing.top_hook() is not None or _len_torch_dispatch_stack():
+    hook = enclosing.top_hook()
+    is_of_others = hook is not None and enclosing.name_of(hook) != "Session.pack"
+    if not enclosing.is_told() or is_of_others or _len_torch_dispatch_stack():
         return False
     if _more_is_asked():
         return False
