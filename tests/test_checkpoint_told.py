@@ -156,3 +156,45 @@ def test_parameters_that_were_written_into_are_told_of_once(way: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         y.sum().backward()
+
+
+class Target(nn.Module):
+    """A layer beside one that follows it, by itself or where its program says."""
+
+    def __init__(self, *, follows: bool) -> None:
+        super().__init__()
+        self.follows, self.fast, self.slow = (
+            follows,
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+        self.slow.requires_grad_(requires_grad=False)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self.slow.weight.lerp_(self.fast.weight, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.follows:
+            self.update()
+        return (self.fast(x) - self.slow(x)).square()
+
+
+def test_a_target_that_moves_ahead_of_backward_is_told_of() -> None:
+    net = Target(follows=False)
+    loss = CHECKPOINT(net, activation()).sum()
+    net.update()
+    with pytest.warns(VramxWarning, match="write into them after backward"):
+        loss.backward()
+
+
+def test_a_target_that_moves_within_its_region_or_after_backward_is_not_told_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = Target(follows=True)
+        losses = [CHECKPOINT(net, activation()).sum() for _ in range(3)]
+        sum(losses).backward()
+        net = Target(follows=False)
+        for _ in range(2):
+            CHECKPOINT(net, activation()).sum().backward()
+            net.update()

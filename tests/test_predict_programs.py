@@ -175,3 +175,32 @@ def test_what_is_one_kernel_on_a_gpu_is_one_without(name: str) -> None:
     x, function = torch.zeros(1 << 16, requires_grad=True), getattr(nn.functional, name)
     # In backward x and its gradient, and scalars: no copies between the two.
     assert 2 * x.nbytes <= peak(lambda: function(x).sum().backward(), steps=1) < 2.1 * x.nbytes
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_views_of_a_weight_that_was_stepped_since_may_be_kept(keeps: bool) -> None:
+    """Torch says of them neither whether they are leaves nor what made them."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = self.weight.chunk(2)
+            if keeps:
+                self.halves = one, other
+            return torch.tanh(x @ one) + x @ other
+
+    model, x = Halves(), torch.randn(16, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    found = [vramx.predict(step, device="cpu").peak_bytes() for _ in range(2) if step() is None]
+    assert found[0] == found[1]
+    # The weight, its gradient, and halves of it; the batch, and results of its size.
+    assert 2 * model.weight.nbytes < found[0] < 4 * model.weight.nbytes + 6 * x.nbytes

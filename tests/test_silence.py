@@ -14,6 +14,7 @@ import torch
 from patch_tools import OPTIONS, Plain, inputs, model, train
 from torch import nn
 from torch.multiprocessing.reductions import reduce_tensor
+from torch.nn import functional
 
 import vramx
 from vramx.errors import InvalidValueError, VramxError, VramxWarning
@@ -192,6 +193,27 @@ def test_module_that_learns_by_any_other_method_is_told_of() -> None:
     module = vramx.compressed_activations(Plain(), **OPTIONS)
     with pytest.warns(VramxWarning, match="Plain has packed nothing"):
         module.down(module.up(inputs())).sum().backward()
+
+
+def test_module_whose_forward_was_replaced_is_told_of_as_that() -> None:
+    """As by trainers that fuse the head of a model; decorated after that, it packs."""
+
+    def replace(module: Any) -> None:
+        original = module.forward
+        module.forward = lambda x, plainly=False: (
+            original(x) if plainly else module.down(functional.gelu(module.up(x)))
+        )
+
+    module = vramx.compressed_activations(Plain(), **OPTIONS)
+    replace(module)
+    with pytest.warns(VramxWarning, match=r"Plain has packed nothing: .*another forward in its pl"):
+        module(inputs()).sum().backward()
+    later = Plain()
+    replace(later)
+    vramx.compressed_activations(later, **OPTIONS)
+    with silent():
+        later(inputs()).sum().backward()
+    assert vramx.compression_stats(later).packed.tensors
 
 
 @pytest.mark.parametrize("how", ["instance", "class"])

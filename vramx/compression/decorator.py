@@ -113,15 +113,15 @@ class Packing(Change):
         """Warn if the module learns without a call of its forward, at its first gradient."""
         learning = (p for p in module.parameters() if p.requires_grad)
         first = next((p for p in learning if not nn.parameter.is_lazy(p)), None)
-        name, packing = type(module).__name__, weakref.ref(self)
+        packing, place = weakref.ref(self), weakref.ref(module)
 
         @unserializable_hook  # or sharing the parameter with a process would warn
         def see(_: torch.Tensor) -> None:
-            self = packing()
-            if self is not None:
+            self, module = packing(), place()
+            if self is not None and module is not None:
                 self.undone()
                 if not self.was_called:
-                    _warn_of_no_call(name)
+                    _warn_of_no_call(type(module).__name__, is_replaced="forward" in vars(module))
 
         self._handle = None if first is None else first.register_hook(see)
 
@@ -154,10 +154,19 @@ class _Step(Change):
         return ""
 
 
-def _warn_of_no_call(name: str) -> None:
+def _warn_of_no_call(name: str, *, is_replaced: bool = False) -> None:
+    if is_replaced:
+        why = (
+            "the program has put another forward in its place, which does not call it. Decorate it "
+            "after that, as once its trainer is made, or its blocks"
+        )
+    else:
+        why = (
+            "it learns, and its forward is never called. Decorate what is called: a part of it, "
+            f"its blocks, or the method ({_STEP}, say)"
+        )
     warnings.warn(
-        f"compressed_activations of {name} has packed nothing: it learns, and its forward is never "
-        f"called. Decorate what is called: a part of it, its blocks, or the method ({_STEP}, say)",
+        f"compressed_activations of {name} has packed nothing: {why}",
         VramxWarning,
         stacklevel=3,
     )

@@ -96,13 +96,24 @@ class Found:
 def hooks_of(tensor: Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
     """Return what runs when a leaf's gradient comes, and when it is there."""
     when_there = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return (tensor._backward_hooks if tensor.is_leaf else None) or {}, when_there or {}
+    return (tensor._backward_hooks if is_leaf(tensor) else None) or {}, when_there or {}
 
 
 def hooks_of_module(module: nn.Module) -> list[dict[int, Any]]:
     """Return what runs around the calls of a module itself."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [getattr(module, name) for name in names]
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """Tell whether a tensor has a gradient of its own.
+
+    Of one of several views of a parameter that has been stepped since torch does not say.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def is_followed(value: Any) -> bool:

@@ -28,6 +28,7 @@ from vramx.planning.program import (
     hooks_of,
     hooks_of_module,
     is_followed,
+    is_leaf,
     is_of_the_program,
 )
 
@@ -173,7 +174,7 @@ class Copied:
         made = (make or self._make)(tensor)
         self._kept.append(tensor)
         self._memo[id(tensor)] = made
-        if tensor.is_leaf and tensor.grad is not None:
+        if is_leaf(tensor) and tensor.grad is not None:
             made.grad = self._make(tensor.grad)
 
     def _copy(self, value: Any) -> Any:

@@ -177,6 +177,11 @@ class Buffers:
         self._seen, self._copies, self._memory, self._uncopied = [], {}, set(), None
         self._known, self._left_alone = set(), set()
 
+    @property
+    def written(self) -> set[int]:
+        """The ids of the tensors that a recomputation has copies of."""
+        return {id(kept.members.get(kept.name)) for kept in self._kept}
+
     def _written_so_far(self) -> Iterator[_Kept]:
         """Give what a first run that goes on has written: a gradient within it recomputes it."""
         for seen in self._seen:
@@ -258,6 +263,16 @@ def tell_of_change() -> None:
         "under vramx.checkpoint, or of a block at 'recompute_all', and its recomputation, as by a "
         "step of an optimizer ahead of backward: gradients of what is recomputed are those of the "
         "new values. Without recomputation torch raises an error there",
+        stacklevel=7,
+    )
+
+
+def tell_of_update() -> None:
+    """Say once that a parameter without a gradient was written into since the call."""
+    warn_once(
+        "parameters that need no gradient, as of a network that follows another, were written into "
+        "between a call under vramx.checkpoint, or of a block at 'recompute_all', and its "
+        "recomputation: what is recomputed reads the new values; write into them after backward",
         stacklevel=7,
     )
 

@@ -14,14 +14,14 @@ each module of the region.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter, is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vramx.recompute.buffers import tell_of_change
+from vramx.recompute.buffers import tell_of_change, tell_of_update
 
 _PLAIN = (Tensor, nn.Parameter, type(None))  # a buffer may be none
 _Script = torch.jit.ScriptModule
@@ -53,17 +53,33 @@ class Members:
         self._learnt = list(learnt.values())
         self._learns = [parameter.requires_grad for parameter in self._learnt]
         self._versions: list[int] = []
+        self._read: list[bool] = []
 
-    def settle(self) -> None:
-        """Note what the parameters are after the first run, which may have written into them."""
+    def settle(self, written: Collection[int]) -> None:
+        """Note what the parameters are after the first run, which may have written into them.
+
+        Those whose ids are in `written` others restore.
+        """
         self._versions = [parameter._version for parameter in self._learnt]
+        self._read = [id(parameter) not in written for parameter in self._learnt]
 
     def _check(self) -> None:
         now = [parameter._version for parameter in self._learnt]
         triples = zip(self._learns, self._versions, now, strict=bool(self._versions))
-        if any(learns and version != later for learns, version, later in triples):
+        changed = [learns for learns, version, later in triples if version != later]
+        if any(changed):
             tell_of_change()
-        self._versions = []  # a recomputation may write into them, as the first run does
+        elif changed and self._is_read_anew(now):
+            tell_of_update()
+        self._versions, self._read = (
+            [],
+            [],
+        )  # a recomputation may write into them, as the first run does
+
+    def _is_read_anew(self, now: list[int]) -> bool:
+        """Tell whether others wrote into a parameter that the region does not write itself."""
+        triples = zip(self._read, self._versions, now, strict=True)
+        return any(is_read and version != later for is_read, version, later in triples)
 
     def _first_hooks(self) -> list[_Members]:
         """Return the hooks of modules that had none, of which no note is taken in each call."""

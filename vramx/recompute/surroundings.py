@@ -60,7 +60,7 @@ class Surroundings:
         self.buffers.settle()
         self._attributes.settle()
         if self._reads_all:
-            self._members.settle()
+            self._members.settle(self.buffers.written)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[Callable[..., Any]]:
