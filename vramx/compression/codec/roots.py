@@ -41,7 +41,10 @@ _SCALED = frozenset(
     )
 )
 _EXPONENTIALS = frozenset({"ExpBackward0", "Exp2Backward0", "Expm1Backward0"})
-_SPANNING = _EXPONENTIALS | {"ReciprocalBackward0", "RsqrtBackward0"}
+# Of chances: what multiplies them is taken from others of the same size in a gradient.
+_LOGARITHMS = frozenset({"LogBackward0", "LogSoftmaxBackward0"})
+_SPANNING = _EXPONENTIALS | _LOGARITHMS | {"ReciprocalBackward0", "RsqrtBackward0"}
+_EXACT_BESIDE = _EXPONENTIALS | _LOGARITHMS
 _MAY_INVERT = frozenset({"PowBackward0", "DivBackward0"})
 _WALK = 8
 
@@ -138,13 +141,14 @@ def multiplies_decades(tensor: Tensor, operation: Operation) -> bool:
     reciprocal does where it changes within a group, as of columns that a program normalises by
     hand; that of a whole row does not. Of a product of matrices either factor counts: where an
     exponential is small, what Sinkhorn's iterations multiply it by is large, and the other way
-    round.
+    round. So are the chances that a divergence multiplies by logarithms of others: where these are
+    nearly as large, the gradient is what is left of both.
 
     Example:
         >>> x = torch.ones(2, 2, requires_grad=True)
-        >>> others = 2 * x.exp(), x + 1, 3 / x.mean(0), 3 / x.mean(1, True)
+        >>> others = 2 * x.exp(), x + 1, 3 / x.mean(0), 3 / x.mean(1, True), 1 - x.log()
         >>> [multiplies_decades(x, Operation("mul", (x, y), {})) for y in others]
-        [True, False, True, False]
+        [True, False, True, False, True]
     """
     if operation.name in POWERS or operation.name not in MAYBE_POWERS | SUMMED:
         return False
@@ -152,7 +156,7 @@ def multiplies_decades(tensor: Tensor, operation: Operation) -> bool:
         return any(_decades_of(each) in _EXPONENTIALS for each in operation.tensors)
     for other in operation.tensors:
         name = "" if other is tensor else _decades_of(other)
-        if name and (name in _EXPONENTIALS or _changes_in_groups(other, tensor)):
+        if name in _EXACT_BESIDE or (name and _changes_in_groups(other, tensor)):
             return True
     return False
 
