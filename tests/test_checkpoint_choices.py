@@ -126,6 +126,11 @@ ROUGH: dict[str, Callable[[Tensor], Tensor]] = {
     "chances": lambda x: x.sin() * torch.bernoulli((x.detach() > 0).float()),
     "bits": lambda x: x.sin() * (x.detach().view(torch.int32) >= 0),
     "a rounded quotient": lambda x: x.sin() * x.div(torch.full((1,), 0.7), rounding_mode="floor"),
+    "a distance": lambda x: 1 / (x[:, 6:10] - x[:, 5:9]).norm(dim=1),
+    "by hand": lambda x: (x[:, 6:10] - x[:, 5:9]).square().sum(1).add(1e-12).rsqrt(),
+    "in place": lambda x: x[1:].clone().sub_(x[:-1]).std(1),
+    "the other way round": lambda x: torch.rsub(x[:1], x[1:]).pow(2).mean(1).sqrt(),
+    "a norm of differences": lambda x: F.layer_norm(3 * x.diff(dim=1)[:, 5:9], (4,)),
     "quotient": lambda x: x / (x.sum(1, keepdim=True) + 1e-6),
     "own function": lambda x: Rounded.apply(x).sin(),
     "own kernel": unseen,
@@ -213,6 +218,11 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "lists": lambda x: torch.stack([part.sin() for part in x.chunk(4, 1)], 0),
     "noise": lambda x: x.sin() + torch.randn_like(x),
     "normalize": F.normalize,
+    "a rotation, interleaved": lambda x: (x[:, ::2] * 0.6 - x[:, 1::2] * 0.8) @ torch.ones(8, 4),
+    "a loss of squares": lambda x: (x - x.roll(1, 0)).square().mean() + x.sin().mean(),
+    "a mix with the one before": lambda x: F.layer_norm(
+        (x[:1] + (x[1:] - x[:1]) * 0.3) @ torch.ones(16, 16), (16,)
+    ),
     "a layer norm by hand": lambda x: (
         (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True).sqrt() + 1e-5)
     ),

@@ -71,10 +71,8 @@ class Members:
             tell_of_change()
         elif changed and self._is_read_anew(now):
             tell_of_update()
-        self._versions, self._read = (
-            [],
-            [],
-        )  # a recomputation may write into them, as the first run does
+        # A recomputation may write into them, as the first run does.
+        self._versions, self._read = [], []
 
     def _is_read_anew(self, now: list[int]) -> bool:
         """Tell whether others wrote into a parameter that the region does not write itself."""
