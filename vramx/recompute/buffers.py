@@ -8,8 +8,8 @@ tell of a write through `.data`. What a module wrote once, it is taken to write 
 recomputation modules have copies of it.
 
 Parameters may be all of a model: the first run of a module copies each just before it is written.
-Of those that a module left alone in its first run there is no copy, nor of such buffers. A
-recomputation of that one call has the new ones, and a warning says so.
+Of one that is given new memory, or that a module left alone in its first run, there is no copy, nor
+of such buffers. A recomputation of that one call has the new ones, and a warning says so.
 
 A region is recomputed by one thread at a time. A call costs a look at each buffer of its modules
 and a copy of those that it writes.
