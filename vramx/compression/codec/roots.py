@@ -153,7 +153,8 @@ def multiplies_decades(tensor: Tensor, operation: Operation) -> bool:
     if operation.name in POWERS or operation.name not in MAYBE_POWERS | SUMMED:
         return False
     if not is_product(operation):
-        return any(_decades_of(each) in _EXPONENTIALS for each in operation.tensors)
+        found = (_decades_of(each, alone=True) for each in operation.tensors)
+        return any(name in _EXPONENTIALS for name in found)
     for other in operation.tensors:
         name = "" if other is tensor else _decades_of(other)
         if name in _EXACT_BESIDE or (name and _changes_in_groups(other, tensor)):
@@ -161,8 +162,12 @@ def multiplies_decades(tensor: Tensor, operation: Operation) -> bool:
     return False
 
 
-def _decades_of(tensor: Tensor) -> str:
-    """Return the name of the node that makes a tensor span decades, empty where none does."""
+def _decades_of(tensor: Tensor, *, alone: bool = False) -> str:
+    """Return the name of the node that makes a tensor span decades, empty where none does.
+
+    With `alone` only numbers, and tensors without a gradient, have been added or multiplied since:
+    not of a state that decays, to which something comes in each step.
+    """
     node: Any = tensor.grad_fn
     for _ in range(_WALK):
         name = "" if node is None else node.name()
@@ -170,8 +175,10 @@ def _decades_of(tensor: Tensor) -> str:
             return name
         if name not in _SCALED:
             return ""
-        # A product with a number, or with a tensor of which no gradient is asked.
-        node = node.next_functions[0][0] or node.next_functions[-1][0]
+        before = [each for each, _ in node.next_functions if each is not None]
+        if not before or (alone and len(before) > 1):
+            return ""
+        node = before[0]
     return ""
 
 
