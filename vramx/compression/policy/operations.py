@@ -29,6 +29,8 @@ from vramx.compression.policy.calls import STRIDED, UNKNOWN, Operation
 from vramx.compression.policy.writes import may_write, note_call
 from vramx.patch.torch_functions import called
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # classes without ways of their own
+
 
 class OperationMode(TorchFunctionMode):
     """Note the torch function that is running on this thread; `current` gives it to a hook."""
@@ -63,7 +65,7 @@ class OperationMode(TorchFunctionMode):
                 return _opened(func)(*args, **kwargs)
         if _transforms_are_active():
             return self._call_transformed(func, args, kwargs)
-        if types and torch._C._is_torch_function_enabled():
+        if types and not _PLAIN.issuperset(types) and torch._C._is_torch_function_enabled():
             return self._call_of_subclass(func, types, args, kwargs)
         if special:
             note_call(func, (*args, *kwargs.values()))
