@@ -118,7 +118,8 @@ _OF_ONE_LIST = sys.getrefcount(_alone[0])
 
 
 def _form(tensor: Tensor) -> int:
-    return hash((shape_of(tensor), tensor.dtype, tensor.device))
+    shape = shape_of(tensor) if tensor.is_nested else tensor.shape
+    return hash((shape, tensor.dtype, tensor.device))
 
 
 class _Keep:
