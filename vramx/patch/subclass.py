@@ -229,8 +229,14 @@ def _layout_of(original: Any) -> tuple[type, ...]:
     below = added.__base__
     if below is object:
         return ()
-    # A subclass of Generic has to say that it has no parameters.
-    return (type(below)("Layout", (below,), {"__orig_bases__": ()}),)
+    metaclass: Any = type(below)
+    layout = metaclass("Layout", (_Bare,), {})
+    layout.__bases__ = (below,)  # which tells no registry of its author's of a subclass
+    return (layout,)
+
+
+class _Bare:
+    __slots__ = ()
 
 
 _SLOTS = attrgetter("__basicsize__", "__dictoffset__", "__weakrefoffset__")
