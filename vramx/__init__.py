@@ -94,9 +94,9 @@ __all__ = [
     "replay", "report", "restore", "set_limit", "track",
 ]  # fmt: skip
 
-_torch = sys.modules.get("torch")
-_IS_TORCHS = getattr(getattr(_torch, "__spec__", None), "_initializing", False)
-if _torch is not None and not _IS_TORCHS:
+# Whether it is torch's own import that imports this.
+_IS_TORCHS = getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False)
+if "torch" in sys.modules and not _IS_TORCHS:
     from vramx.allocator import cuda_init
 
     cuda_init.watch()
