@@ -64,6 +64,9 @@ def may_be_had_otherwise(now: Any, then: Tensor | None) -> bool:
 @contextlib.contextmanager
 def as_before(pairs: list[tuple[Any, Any]]) -> Iterator[None]:
     """Have tensors themselves hold what they held, meanwhile, and their versions with them."""
+    if not pairs:
+        yield
+        return
     tensors = [tensor for tensor, _ in pairs]
     with contextlib.ExitStack() as versions:
         for tensor in tensors:  # torch 2.6 takes one
