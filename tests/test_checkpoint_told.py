@@ -37,6 +37,22 @@ def number_of(item: Any) -> float:
     return float(item if isinstance(item, (float, str)) else item[0])
 
 
+class Loader:
+    """Refuses to be copied, as iterators of torch's DataLoader do."""
+
+    def __init__(self) -> None:
+        self.items = iter([1.0, 2.0])
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> float:
+        return next(self.items)
+
+    def __getstate__(self) -> Any:
+        raise NotImplementedError
+
+
 # Iterators without copies, of which no one else can be had.
 SOURCES: dict[str, Callable[[], Iterator[Any]]] = {
     "generator": lambda: (float(i) for i in range(4)),
@@ -44,6 +60,8 @@ SOURCES: dict[str, Callable[[], Iterator[Any]]] = {
     "callable_iterator": lambda: iter(iter([1.0, 2.0]).__next__, None),
     "reader": lambda: csv.reader(["1", "2"]),
     "zip": lambda: zip((i for i in "12"), "34", strict=True),
+    "enumerate": lambda: enumerate(Loader()),
+    "Loader": Loader,
 }
 if sys.version_info >= (3, 14):
     SOURCES |= {
@@ -54,12 +72,14 @@ if sys.version_info >= (3, 14):
         "product": lambda: itertools.product([1.0], [2.0, 3.0]),
     }
 # Those that tell how far they are.
-SEEN = SOURCES.keys() - {"callable_iterator", "reader", "zip", "cycle"}
+SEEN = SOURCES.keys() - {"callable_iterator", "reader", "zip", "enumerate", "cycle"}
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("way", ["argument", "closure", "attribute"])
 def test_an_iterator_without_copies_that_a_region_reaches_is_told_of(way: str, kind: str) -> None:
+    if (way, kind) == ("closure", "Loader"):
+        pytest.skip("what an object that is closed over has is set back")
     source = SOURCES[kind]()
     region, given = {
         "argument": (lambda x, source: x.sin() * number_of(next(source)), [source]),

@@ -13,6 +13,7 @@ its modules.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -147,7 +148,11 @@ class Region:
 def _steps_told() -> Iterator[None]:
     """Say once that a region steps an optimizer: it has the weights themselves, and no copies."""
 
+    thread = threading.get_ident()
+
     def tell(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if threading.get_ident() != thread:
+            return
         warn_once(
             f"{type(optimizer).__name__}.step() within a region under vramx.checkpoint is taken "
             "once more when the region is recomputed, with the gradients of then; take it "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import itertools
 import operator
 import sys
@@ -86,14 +87,19 @@ def _other(iterator: Any, made: dict[int, Any]) -> Any:
         raise _NoOtherError
     else:
         try:
-            make, given, *states = iterator.__reduce__()
-        except TypeError:
+            other = _made_again(iterator.__reduce__(), made)
+        except Exception:  # whatever a library's has to say of it
             raise _NoOtherError from None
-        other = make(*(_others_in(each, made) for each in given))
-        for state in states:
-            if state is not None:
-                other.__setstate__(_state_of(state, made))
     made[id(iterator)] = other
+    return other
+
+
+def _made_again(reduced: Any, made: dict[int, Any]) -> Any:
+    make, given, *states = reduced
+    other = make(*(_others_in(each, made) for each in given))
+    for state in states:
+        if state is not None:
+            other.__setstate__(_state_of(state, made))
     return other
 
 
@@ -126,8 +132,15 @@ def has_no_other(value: Any) -> bool:
         >>> has_no_other(iter([1])), has_no_other(i for i in [1])
         (False, True)
     """
-    is_iterator = is_whole(type(value)) and isinstance(value, Iterator)
-    return is_iterator and another(value) is value
+    if not isinstance(value, Iterator) or isinstance(value, io.IOBase):  # which is for writing
+        return False
+    if is_whole(type(value)):
+        return another(value) is value
+    try:
+        copy.copy(value)
+    except Exception:  # as of a loader of data
+        return True
+    return False
 
 
 def as_now(value: Any, depth: int = _MOST_DEPTH) -> Any:
@@ -177,6 +190,8 @@ def progress_of(iterator: Any, depth: int = _MOST_DEPTH) -> Any:
         if frame is None:
             return None
         return frame.f_lasti, [id(value) for value in frame.f_locals.values()]
+    if kind.__dictoffset__:
+        return [(name, _progress_in(each, depth - 1)) for name, each in vars(iterator).items()]
     if kind.__module__ != "itertools" or kind is itertools.cycle:
         return object()
     return repr(iterator), [_progress_in(each, depth - 1) for each in gc.get_referents(iterator)]
