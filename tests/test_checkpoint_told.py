@@ -6,6 +6,7 @@ import csv
 import functools
 import itertools
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -153,6 +154,23 @@ def test_that_a_region_steps_an_optimizer_is_told_of_once(level: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         vramx.checkpoint(module, activation(), level=level)
+
+
+def test_a_step_of_another_thread_is_not_taken_for_the_regions() -> None:
+    weight = torch.ones(WIDTH, requires_grad=True)
+    weight.grad = torch.ones(WIDTH)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+
+    def region(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+        return x.sin()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        vramx.checkpoint(region, activation(8, WIDTH), level=vramx.Compression(min_bytes=0))
+    assert torch.equal(weight.detach(), torch.full((WIDTH,), 0.5))
 
 
 @pytest.mark.parametrize("way", ["module", "closure", "recomputed block"])
