@@ -230,3 +230,26 @@ def test_forward_differentiation_through_a_region_is_exact(level: Any) -> None:
         return layer.weight.grad.clone()
 
     assert torch.equal(gradient(partial(vramx.checkpoint, level=level)), gradient(plain))
+
+
+def _gated(x: Tensor, y: Tensor) -> Tensor:
+    both = x + y
+    return torch.tanh(both[:, :32]) * torch.sigmoid(both[:, 32:])
+
+
+@LEVELS
+@pytest.mark.skipif(not enclosing.is_told(), reason="torch's own checkpoint fails in TorchScript")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_new_function_of_torchscript_saves_the_same_when_it_runs_again(level: Any) -> None:
+    gated, layers = torch.jit.script(_gated), [nn.Linear(32, 64) for _ in range(2)]
+
+    def gradient(run: Callable[..., Tensor], function: Callable[..., Tensor]) -> list[Tensor]:
+        x = leaf = torch.linspace(-2, 2, 8 * 32).view(8, 32).requires_grad_()
+        for layer in layers:
+            x = run(lambda x, layer=layer: function(layer(x), torch.zeros(8, 64)), x * 1.0)
+        weights = [layer.weight for layer in layers]
+        return list(torch.autograd.grad(x.square().sum(), [leaf, *weights]))
+
+    found = gradient(partial(vramx.checkpoint, level=level), gated)
+    for one, other in zip(found, gradient(plain, _gated), strict=True):
+        assert torch.cosine_similarity(one.flatten(), other.flatten(), 0) > 0.999

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -32,6 +33,8 @@ from vramx.recompute.surroundings import Surroundings
 from vramx.recompute.unfilled import saved_behind
 from vramx.recompute.verdicts import Verdict
 from vramx.recompute.watch import Operators, Reads, Watch
+
+_script: Any = torch.jit  # whose stubs do not export what sets its executor
 
 
 class Region:
@@ -73,10 +76,15 @@ class Region:
         return list(map(as_before, leaves))
 
     def __call__(self, *leaves: Any) -> Any:
-        if self._arguments is None:
-            return self._recompute(leaves)
-        args, kwargs = self._arguments
-        self._arguments = None
+        # TorchScript saves other tensors from a function's second run on, once it has profiled the
+        # first. Not optimized, it saves what it runs.
+        with _script.optimized_execution(False):
+            if self._arguments is None:
+                return self._recompute(leaves)
+            (args, kwargs), self._arguments = self._arguments, None
+            return self._run(args, kwargs, leaves)
+
+    def _run(self, args: Any, kwargs: Any, leaves: tuple[Any, ...]) -> Any:
         inputs, self._inputs = self._inputs, None
         function, draws_again = self._function, self._draws_again
         self._then = then = Surroundings(function, leaves, draws_again=draws_again)
