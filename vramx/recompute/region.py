@@ -34,8 +34,6 @@ from vramx.recompute.unfilled import saved_behind
 from vramx.recompute.verdicts import Verdict
 from vramx.recompute.watch import Operators, Reads, Watch
 
-_script: Any = torch.jit  # whose stubs do not export what sets its executor
-
 
 class Region:
     """One call of a function.
@@ -78,7 +76,7 @@ class Region:
     def __call__(self, *leaves: Any) -> Any:
         # TorchScript saves other tensors from a function's second run on, once it has profiled the
         # first. Not optimized, it saves what it runs.
-        with _script.optimized_execution(False):
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             if self._arguments is None:
                 return self._recompute(leaves)
             (args, kwargs), self._arguments = self._arguments, None
