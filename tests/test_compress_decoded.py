@@ -59,7 +59,7 @@ def test_a_function_that_writes_into_what_it_saved_spoils_nobody() -> None:
 def users_of_one(count: int) -> list[Restored]:
     x, kept = torch.randn(256), session.PlainCodec()
     holding = Holding(kept.encode(x, vramx.Compression().format()), kept)
-    return [Restored(holding, session.describe(x), shared=True) for _ in range(count)]
+    return [Restored(holding, session.describe(x), None) for _ in range(count)]
 
 
 def test_a_decoded_copy_that_was_written_into_is_not_given_on() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
 
+import vramx
 from vramx.compression.codec.geometry import describe, flat, restore
 
 BASE = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
@@ -76,3 +80,52 @@ def test_any_strided_view_returns(data: st.DataObject) -> None:
     assert torch.equal(restore(elements, geometry), view)
     # A range never holds an element that the view has not.
     assert set(elements.tolist()) == set(view.flatten().tolist())
+
+
+class _Notes(torch.autograd.Function):
+    """Reads in backward by the strides of forward, as a kernel that is called with them does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.stride = x.stride()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        assert x.stride() == ctx.stride
+        return grad * x.cos()
+
+
+@pytest.mark.parametrize("policy", [None, {"_Notes": "int8"}], ids=["kept", "packed"])
+@pytest.mark.parametrize("name", sorted(VIEWS.keys() - {"bool"}))
+@pytest.mark.filterwarnings("ignore:.*_Notes of")
+def test_a_function_of_others_finds_the_strides_that_it_saved(name: str, policy: Any) -> None:
+    x, view = torch.linspace(-1, 1, 120, requires_grad=True), VIEWS[name]
+
+    def viewed() -> torch.Tensor:
+        return (x * 1.0).as_strided(view.shape, view.stride(), view.storage_offset())
+
+    with vramx.compress(min_bytes=0, policy=policy):
+        y = _Notes.apply(viewed())
+    (found,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(viewed().sin().sum(), x)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0 if policy is None else 0.03)
+
+
+def test_a_compiled_graph_finds_the_strides_that_it_saved() -> None:
+    traced: list[Any] = []
+    found: list[Any] = []
+
+    def backward(graph: Any, inputs: Any) -> Any:
+        traced.extend(x.stride() for x in inputs)
+        return lambda *given: found.extend(x.stride() for x in given) or graph(*given)
+
+    compiler = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=backward)
+    compiled = torch.compile(lambda x: x.sin().cos(), backend=compiler)
+    with vramx.compress(min_bytes=0), pytest.warns(match="CompiledFunction is not known"):
+        y = compiled((torch.ones(32, 32, requires_grad=True) * 1.0)[:, :8])
+    y.sum().backward()
+    assert len(found) > 1
+    assert [stride for stride in found if stride[0]] == [stride for stride in traced if stride[0]]

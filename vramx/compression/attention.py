@@ -88,7 +88,7 @@ def result_of(tensor: torch.Tensor, operation: Operation) -> Result | None:
     arguments = [operation.kept.get(i) or _reference(operation, i) for i in (_QUERY, _KEY)]
     mask = operation.argument(_MASK)
     # A user of its own: what is decoded for one of the two is there for the other.
-    value = Restored(value.holding, value.geometry, shared=value.shared)
+    value = Restored(value.holding, value.geometry, value.stride)
     return Result([*arguments, value], None if mask is None else Reference(mask), node)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from vramx.compression import attention
-from vramx.compression.codec.geometry import Geometry, covered_bytes, describe, flat
+from vramx.compression.codec.geometry import Geometry, can_spread, covered_bytes, describe, flat
 from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.lifetime import current_stream, outlive
 from vramx.compression.policy import policy
@@ -62,7 +62,8 @@ class Keeper:
             self._stats.record(name, policy.PARAMETER, nbytes, nbytes)
             return Reference(tensor)
         beside_bytes = self._kept_beside(tensor, storage, operation)
-        if range_bytes + beside_bytes >= _MOST * storage.nbytes():
+        is_fixed = operation.custom and not can_spread(tensor)
+        if is_fixed or range_bytes + beside_bytes >= _MOST * storage.nbytes():
             packed = self._is_packed(tensor, geometry, storage)
             reference = Reference(tensor)
             self._table.add(id(storage), storage, reference)
@@ -78,7 +79,7 @@ class Keeper:
             self._stats.record(name, reason, range_bytes, range_bytes)
         else:
             self._stats.record(name, reason, 0, 0, shared_bytes=nbytes)
-        return Restored(holding, geometry, shared=not operation.custom)
+        return Restored(holding, geometry, tensor.stride() if operation.custom else None)
 
     def _kept_beside(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, operation: Operation

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vramx.compression.codec.geometry import Geometry, restore, shape_of
+from vramx.compression.codec.geometry import Geometry, restore, shape_of, spread
 from vramx.compression.codec.mapping import Mapping
 from vramx.compression.config import MASK_BITS, Format
 from vramx.compression.lifetime import current_stream, outlive
@@ -115,18 +115,25 @@ class Holding:
 class Restored:
     """One user of a payload: the view of it that the operation saved.
 
-    `shared`: the operation is torch's own and does not write into what it saved, so that it may be
-    given memory that others read too. An autograd.Function may, through a kernel that no version
-    counter sees, and gets its own.
+    `stride`: None where the operation is torch's own, which takes any and does not write into what
+    it saved: it may be given memory that others read too. An autograd.Function may write, through a
+    kernel that no version counter sees, and gets its own; it may have noted the strides in forward,
+    and a compiled graph insists on them: it gets those too, holes included.
     """
 
-    __slots__ = ("__weakref__", "geometry", "holding", "shared")
+    __slots__ = ("__weakref__", "geometry", "holding", "stride")
 
-    def __init__(self, holding: Holding, geometry: Geometry, *, shared: bool) -> None:
+    def __init__(
+        self, holding: Holding, geometry: Geometry, stride: tuple[int, ...] | None
+    ) -> None:
         self.holding = holding
         self.geometry = geometry
-        self.shared = shared
+        self.stride = stride
         holding.users.append(weakref.ref(self))
+
+    @property
+    def shared(self) -> bool:
+        return self.stride is None
 
     @property
     def is_approximate(self) -> bool:
@@ -134,6 +141,10 @@ class Restored:
         return self.holding.format is not None and self.holding.format.bits != MASK_BITS
 
     def open(self) -> torch.Tensor:
+        found = self._compact()
+        return found if self.stride is None else spread(found, self.stride)
+
+    def _compact(self) -> torch.Tensor:
         holding, geometry = self.holding, self.geometry
         payload = holding.payload
         if not isinstance(payload, Copy):

@@ -20,7 +20,7 @@ from vramx.compression import attention
 from vramx.compression.attention import Result
 from vramx.compression.codec import codec as plain_codec
 from vramx.compression.codec import random
-from vramx.compression.codec.geometry import Geometry, covered_bytes, describe, flat
+from vramx.compression.codec.geometry import Geometry, can_spread, covered_bytes, describe, flat
 from vramx.compression.codec.mapping import Mapping
 from vramx.compression.codec.normalised import Normal, Waiting
 from vramx.compression.compiler import run_uncompiled
@@ -189,6 +189,8 @@ class Session:
         if self._table.find(id(storage), storage) is not None:
             self._stats.record(operation.name, policy.HELD, 0, 0, shared_bytes=plan.nbytes)
             return Reference(tensor)
+        if operation.custom and not can_spread(tensor):
+            return self._keep(tensor, operation, policy.LAYOUT)
         plain = (plan.number, outlive(tensor))
         serves_all = plan.serves_all if kind is None else True
         kind = plan.kind if kind is None else kind
@@ -206,7 +208,7 @@ class Session:
                 self._table.offer((plain, *key[1:]), storage, holding)
         else:
             self._stats.record(operation.name, "", 0, 0, shared_bytes=plan.nbytes)
-        return Restored(holding, geometry, shared=not operation.custom)
+        return Restored(holding, geometry, tensor.stride() if operation.custom else None)
 
     def _pack_once(
         self, tensor: torch.Tensor, operation: Operation, plan: Plan, mapping: Mapping | None,
