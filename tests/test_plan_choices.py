@@ -253,3 +253,31 @@ def test_what_a_model_writes_while_it_is_planned_is_put_back(how: str) -> None:
         assert after[name] is tensor
         assert torch.equal(tensor, value)
     assert (count, noted, model[0].calls) == (0, {}, 0)
+
+
+class Critic(nn.Module):
+    """Judges what a model makes: with statistics, a count and a weight that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.judge = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.scale.mul_(2)
+        return self.judge(self.norm(x) * self.scale).mean()
+
+
+def test_what_the_loss_is_made_by_is_as_before_as_well() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in "12"))
+    critic, x = Critic(), torch.randn(64, WIDTH)
+    critic.judge.weight.grad = gradient = torch.ones_like(critic.judge.weight)
+    state = {name: value.clone() for name, value in critic.state_dict().items()}
+    vramx.plan(model, lambda model: critic(model(x)), "smallest", levels=("left", "int8"))
+    assert critic.calls == 0
+    assert all(torch.equal(state[name], value) for name, value in critic.state_dict().items())
+    assert critic.judge.weight.grad is gradient
+    assert torch.equal(gradient, torch.ones_like(gradient))
+    assert critic.norm.weight.grad is None

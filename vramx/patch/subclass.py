@@ -8,6 +8,7 @@ are in use; any thread. A call costs a microsecond, and reads a record that is n
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 
 from vramx.patch.change import Change
 from vramx.patch.of_classes import made_of
+from vramx.patch.own_class import asked_of_class, asked_of_super
 
 # In the __dict__ of a changed module, its record; in that of our classes, the class below them.
 RECORD, ORIGINAL = "_vramx", "_vramx_original"
@@ -71,9 +73,11 @@ class Patched:
         if ORIGINAL in vars(cls):
             # The class has no name to be found by: it is made again from the original one.
             names = vars(cls)
-            args = tuple(names[ORIGINAL] if value is cls else value for value in args)
-            make = names[ORIGINAL] if make is cls else make
-            make, args = _make, (names[ORIGINAL], names["_vramx_mixins"], make, args)
+            # Where it is not said which, the class is one that is made for each module.
+            original = names[ORIGINAL] if cls in (make, *args) else None
+            args = tuple(original if value is cls else value for value in args)
+            make = original if make is cls else make
+            make, args = _make, (original, names["_vramx_mixins"], make, args)
         return make, args, (state, self.__dict__.get(RECORD)), *others
 
     def __setstate__(self, states: tuple[Any, Patch | None]) -> None:
@@ -169,7 +173,7 @@ def _class_forward(module: Any) -> Any:
 
 def _make(original: Any, mixins: Any, make: Any, args: Any) -> Any:
     made = make(*args)
-    object.__setattr__(made, "__class__", patched_class(original, mixins))
+    object.__setattr__(made, "__class__", patched_class(original or type(made), mixins))
     return made
 
 
@@ -204,8 +208,10 @@ def patched_class(original: Any, mixins: tuple[type, ...]) -> Any:
         ORIGINAL: original,
         "_vramx_mixins": mixins,
     }
-    below = _asked_of_super(original)
-    names = {name: vars(original)[name] for name in below} | names
+    below, asked = asked_of_super(original), asked_of_class(original)
+    if "__deepcopy__" in asked:
+        asked["__deepcopy__"] = _copied_alike(asked["__deepcopy__"])
+    names = {name: vars(original)[name] for name in below} | asked | names
     patched = type("Patched", (Patched,), below) if below else Patched
     metaclass_below: Any = type(original)  # mypy finds that a metaclass has no hash
     metaclass = _metaclass_over(metaclass_below)
@@ -242,28 +248,15 @@ class _Bare:
 _SLOTS = attrgetter("__basicsize__", "__dictoffset__", "__weakrefoffset__")
 
 
-def _asked_of_super(original: Any) -> dict[str, Any]:
-    """Return what stands behind a class of ours for methods that ask super(type(self), self).
+def _copied_alike(copied: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return the method of a class that copies its modules otherwise, for modules with a record."""
 
-    They mean the class below the one they are written in, and would find themselves.
-    """
+    def method(self: Any, memo: dict[int, Any], /) -> Any:
+        found = _make(None, type(self)._vramx_mixins, copied, (self, memo))
+        found.__setstate__((None, copy.deepcopy(self.__dict__.get(RECORD), memo)))
+        return found
 
-    def passed_on(name: str) -> Callable[..., Any]:
-        def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return getattr(super(original, self), name)(*args, **kwargs)
-
-        return method
-
-    named = {
-        name: getattr(getattr(each, "__code__", None), "co_names", ())
-        for name, each in vars(original).items()
-    }
-    # Others that have these names, as those that ask super(), find what they found before.
-    return {
-        name: passed_on(name)
-        for name, names in named.items()
-        if "super" in names and ("type" in names or "__class__" in names)
-    }
+    return method
 
 
 def _forward_of(original: Any, outlived: list[Any]) -> Callable[..., Any]:

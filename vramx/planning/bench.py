@@ -33,7 +33,7 @@ from vramx.planning.meters import meter_of
 from vramx.planning.repeats import left_out, why_not_repeated, without_recomputation
 from vramx.planning.running import Runner
 from vramx.planning.states import tensors_of
-from vramx.planning.steps import Step, check_sample, unchanged
+from vramx.planning.steps import Step, check_sample, reached_by_step, unchanged
 from vramx.planning.timeline import Cost, Timeline
 from vramx.planning.trace import Captured, Trace, trace_step
 from vramx.planning.weights_kept import KeptWeights
@@ -178,8 +178,9 @@ def ready(model: nn.Module, sample: Any, loop: Loop, agreement: Agreement) -> It
     check_sample(model, sample)
     device = device_of(model)
     gc.collect()  # what nothing refers to would count as the model's, until some step frees it
-    kept = KeptWeights(model)
-    with loop.without_steps(), unchanged(model, loop) as trained, ExitStack() as stack:
+    modules = reached_by_step(model, sample)
+    kept = KeptWeights(modules)
+    with loop.without_steps(), unchanged(model, modules, loop) as trained, ExitStack() as stack:
         stack.callback(kept.put_back)
         begin, before = partial(loop.begin_step, trained), partial(loop.before_backward, trained)
         step = Step(model, sample, begin, before, kept.watching())

@@ -21,6 +21,7 @@ from vramx.planning.lightning_step import check_lightning, is_lightning, trainin
 from vramx.planning.loop import Loop
 from vramx.planning.states_kept import generators_as_before, undo_of_gradient, undo_of_module
 from vramx.recompute.attributes import attributes_as_now
+from vramx.recompute.buffers import modules_of
 from vramx.recompute.hooks import hooks_as_now
 from vramx.recompute.structure import leaves_of
 
@@ -151,11 +152,13 @@ def _described(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module, loop: Loop) -> Iterator[list[nn.Parameter]]:
+def unchanged(
+    model: nn.Module, modules: list[nn.Module], loop: Loop
+) -> Iterator[list[nn.Parameter]]:
     """Have a model ready for a loop's step; put all back on leaving. Yields what is trained.
 
-    Gradients, buffers, the training flags and other attributes, and the random numbers of torch,
-    Python, NumPy and vramx are as before.
+    Gradients, buffers, the training flags and other attributes of the modules that the step
+    reaches, and the random numbers of torch, Python, NumPy and vramx are as before.
     Gradients that exist lie on the host in the meantime, for steps add to them where they are.
 
     Raises:
@@ -164,12 +167,13 @@ def unchanged(model: nn.Module, loop: Loop) -> Iterator[list[nn.Parameter]]:
     trained = [p for p in model.parameters() if p.requires_grad]
     _check(trained)
     with contextlib.ExitStack() as stack:
-        stack.callback(hooks_as_now(model.modules()))
-        stack.callback(attributes_as_now(model.modules()))
-        for module in model.modules():
+        stack.callback(hooks_as_now(modules))
+        stack.callback(attributes_as_now(modules))
+        for module in modules:
             stack.callback(undo_of_module(module, has_weights=False))
-        for parameter in trained:
-            stack.callback(undo_of_gradient(parameter))
+        for parameter in nn.ModuleList(modules).parameters():
+            if parameter.requires_grad:
+                stack.callback(undo_of_gradient(parameter))
         if not model.training:
             model.train()
         loop.prepare(trained)
@@ -177,6 +181,11 @@ def unchanged(model: nn.Module, loop: Loop) -> Iterator[list[nn.Parameter]]:
         stack.enter_context(generators_as_before())
         stack.enter_context(random.restored_streams())
         yield trained
+
+
+def reached_by_step(model: nn.Module, sample: Any) -> list[nn.Module]:
+    """Return the modules of a model, and others that the loss is made by, as a discriminator."""
+    return modules_of(sample, (model,))
 
 
 def _check(trained: list[nn.Parameter]) -> None:

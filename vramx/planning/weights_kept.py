@@ -10,7 +10,7 @@ look at each operation of one step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,15 +23,14 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class KeptWeights:
-    """The weights and parts of a model as they are now."""
+    """The weights and parts of modules as they are now."""
 
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+    def __init__(self, modules: Collection[nn.Module]) -> None:
         own = [table for m in modules for table in (m._parameters, m._buffers, m._modules)]
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(t, dict(t)) for t in own]
         # By memory. What lies in it stays in it, wherever a weight is put meanwhile.
         self._weights: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
-        for weight in model.parameters():
+        for weight in nn.ModuleList(modules).parameters():
             if type(weight) in _PLAIN and weight.layout is torch.strided:
                 place = weight.untyped_storage()._cdata
                 self._weights.setdefault(place, []).append((weight, weight.detach()))

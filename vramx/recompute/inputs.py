@@ -48,13 +48,29 @@ class _Saved(NamedTuple):
         return spread(restore(found, self.geometry), self.stride)
 
 
+class _Argument(Reference):
+    """An input as it is; a program may change it that saves nothing of it without a checkpoint."""
+
+    __slots__ = ()
+
+    def open(self) -> Tensor:
+        try:
+            return super().open()
+        except ModifiedInPlaceError as error:
+            raise ModifiedInPlaceError(
+                f"{error}. It is an argument of a call under vramx.checkpoint, or of a block at "
+                "'recompute_all', which runs again from it in backward: change a copy of it (x / 2 "
+                "in place of x.div_(2)), or checkpoint what comes behind the first layer"
+            ) from None
+
+
 class _Slot:
     """What the graph holds for an input: exactly what it is, until it is known how to keep it."""
 
     __slots__ = ("__weakref__", "held")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.held: Reference | _Saved = Reference(tensor)
+        self.held: Reference | _Saved = _Argument(tensor)
 
     def open(self) -> Tensor:
         return self.held.open()
@@ -122,9 +138,9 @@ class Inputs:
         nothing = self._compression is None and self._share is None
         # What needs no gradient is an index, a mask or data that its owner holds anyway.
         if nothing or not tensor.requires_grad or not self._rules.choose(tensor, None).bits:
-            return Reference(tensor)
+            return _Argument(tensor)
         if not can_spread(tensor):
-            return Reference(tensor)
+            return _Argument(tensor)
         slot = self._slots.get(id(tensor))
         if slot is None:
             slot = self._slots[id(tensor)] = _Slot(tensor)
