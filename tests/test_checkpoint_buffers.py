@@ -17,6 +17,7 @@ from torch.ao.quantization import (
     FusedMovingAvgObsFakeQuantize,
     MovingAveragePerChannelMinMaxObserver,
 )
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from uncollected import nothing_waits_for_the_collector
 
 import vramx
@@ -166,6 +167,24 @@ class Drawing(nn.Module):
         return (x * drawn).square() if drawn < 0.5 else (x * drawn).sin()
 
 
+class Normalised(nn.Module):
+    """Calls the kernel of a batch norm with statistics of its own, as many libraries do."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        for name, start in (("mean", torch.zeros(WIDTH)), ("variance", torch.ones(WIDTH))):
+            if how == "parameters":
+                self.register_parameter(name, nn.Parameter(start, requires_grad=False))
+            else:
+                self.register_buffer(name, start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.variance, training=self.training).square()
+
+
 AVERAGES = ("in place", "in a new tensor", "past the version", "in new memory")
 NOTES = ("counter", "tensor", "tensor in place", "what was not there")
 MOVING: dict[str, Callable[[], nn.Module]] = {
@@ -174,6 +193,8 @@ MOVING: dict[str, Callable[[], nn.Module]] = {
     "instance norm": lambda: nn.Sequential(
         nn.Unflatten(1, (4, -1)), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten()
     ),
+    "statistics in buffers of another": lambda: Normalised("buffers"),
+    "statistics in parameters of another": lambda: Normalised("parameters"),
     "power iteration": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "a view of an average": Viewed,
     "what is made late": MadeLate,
@@ -224,7 +245,8 @@ def test_what_moves_moves_once_a_step(name: str, level: str | Compression, way: 
             drawn.append((random.random(), numpy.random.random()))
         assert drawn[0] == drawn[1]
         assert vars(ours[0]).get("calls") == vars(model[0]).get("calls")
-        for (key, found), expected in zip(ours.named_buffers(), model.buffers(), strict=True):
+        moved = ours.state_dict().items()
+        for (key, found), expected in zip(moved, model.state_dict().values(), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=f"{key} at {step}")
         check_near(pair[1:], pair[:1], level)
 
