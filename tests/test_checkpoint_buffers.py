@@ -185,6 +185,19 @@ class Normalised(nn.Module):
         return F.batch_norm(x, self.mean, self.variance, training=self.training).square()
 
 
+class Scaled(nn.Module):
+    """Scales by the statistics of its norm before these move, as convolutions of QAT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.norm.running_var is not None
+        scale = self.norm.running_var.sqrt()
+        return self.norm(x * scale).square() / scale
+
+
 AVERAGES = ("in place", "in a new tensor", "past the version", "in new memory")
 NOTES = ("counter", "tensor", "tensor in place", "what was not there")
 MOVING: dict[str, Callable[[], nn.Module]] = {
@@ -195,6 +208,7 @@ MOVING: dict[str, Callable[[], nn.Module]] = {
     ),
     "statistics in buffers of another": lambda: Normalised("buffers"),
     "statistics in parameters of another": lambda: Normalised("parameters"),
+    "statistics that something else reads": Scaled,
     "power iteration": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "a view of an average": Viewed,
     "what is made late": MadeLate,

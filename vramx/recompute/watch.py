@@ -100,8 +100,10 @@ class Operators(TorchDispatchMode):
         if not is_smooth(func, args, kwargs):
             self._look_at_rough(func, args, kwargs)
         written = written_by(func, args, kwargs)
-        if written and self._buffers is not None:
-            self._buffers.before_write(written)
+        if self._buffers is not None:
+            self._buffers.note_read((*args, *kwargs.values()), written)
+            if written:
+                self._buffers.before_write(written)
         result = func(*args, **kwargs)
         if self._origins is not None:
             self._origins.note(name_of(func), args, kwargs, (result, written))
