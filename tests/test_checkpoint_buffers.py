@@ -138,6 +138,7 @@ class Noting(nn.Module):
     def __init__(self, note: str) -> None:
         super().__init__()
         self.note, self.calls, self.last = note, 0, torch.zeros(WIDTH)
+        self.lasts = [torch.zeros(WIDTH)]
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.detach().mean(0)
@@ -149,6 +150,11 @@ class Noting(nn.Module):
             self.last.mul_(0.5).add_(mean)
         elif self.note == "tensor in place":
             self.last = mean + 1
+        elif self.note == "tensor past the version":
+            self.last.data.mul_(0.5).add_(mean)
+        elif self.note == "tensor in a list":
+            self.lasts[0].mul_(0.5).add_(mean)
+            x = x * self.lasts[0]
         elif self.note == "what was not there":
             x = x * getattr(self, "later", 1.0)
             self.later = 2.0
@@ -199,7 +205,7 @@ class Scaled(nn.Module):
 
 
 AVERAGES = ("in place", "in a new tensor", "past the version", "in new memory")
-NOTES = ("counter", "tensor", "tensor in place", "what was not there")
+NOTES = ("counter", "tensor", "tensor in place", "tensor past the version", "what was not there")
 MOVING: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm1d(WIDTH),
     "batch norm with a plain average": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
@@ -263,6 +269,21 @@ def test_what_moves_moves_once_a_step(name: str, level: str | Compression, way: 
         for (key, found), expected in zip(moved, model.state_dict().values(), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=f"{key} at {step}")
         check_near(pair[1:], pair[:1], level)
+
+
+def test_a_tensor_in_a_list_that_a_region_writes_into_is_told_of() -> None:
+    """There are no copies of such tensors."""
+    module = Noting("tensor in a list")
+    with pytest.warns(VramxWarning, match="a tensor that lasts of Noting holds"):
+        vramx.checkpoint(module, activation(6, WIDTH), level="keep").sum().backward()
+
+
+def test_a_buffer_that_a_list_holds_too_is_not_told_of() -> None:
+    module = Average()
+    module.means = [module.mean]  # type: ignore[assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", VramxWarning)
+        vramx.checkpoint(module, activation(6, WIDTH), level="keep").sum().backward()
 
 
 def test_buffers_are_the_modules_own_after_an_early_stop() -> None:

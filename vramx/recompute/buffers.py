@@ -197,6 +197,11 @@ class Buffers:
         self._known, self._left_alone = set(), set()
 
     @property
+    def memory(self) -> set[int]:
+        """What operations of a first run wrote to, until it has settled."""
+        return self._memory
+
+    @property
     def written(self) -> set[int]:
         """The ids of the tensors that a recomputation has copies of."""
         return {id(kept.members.get(kept.name)) for kept in self._kept}
