@@ -17,6 +17,7 @@ from torch.ao.quantization import (
     FusedMovingAvgObsFakeQuantize,
     MovingAveragePerChannelMinMaxObserver,
 )
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from uncollected import nothing_waits_for_the_collector
 
 import vramx
@@ -137,6 +138,7 @@ class Noting(nn.Module):
     def __init__(self, note: str) -> None:
         super().__init__()
         self.note, self.calls, self.last = note, 0, torch.zeros(WIDTH)
+        self.lasts = [torch.zeros(WIDTH)]
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.detach().mean(0)
@@ -148,6 +150,11 @@ class Noting(nn.Module):
             self.last.mul_(0.5).add_(mean)
         elif self.note == "tensor in place":
             self.last = mean + 1
+        elif self.note == "tensor past the version":
+            self.last.data.mul_(0.5).add_(mean)
+        elif self.note == "tensor in a list":
+            self.lasts[0].mul_(0.5).add_(mean)
+            x = x * self.lasts[0]
         elif self.note == "what was not there":
             x = x * getattr(self, "later", 1.0)
             self.later = 2.0
@@ -166,14 +173,48 @@ class Drawing(nn.Module):
         return (x * drawn).square() if drawn < 0.5 else (x * drawn).sin()
 
 
+class Normalised(nn.Module):
+    """Calls the kernel of a batch norm with statistics of its own, as many libraries do."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        for name, start in (("mean", torch.zeros(WIDTH)), ("variance", torch.ones(WIDTH))):
+            if how == "parameters":
+                self.register_parameter(name, nn.Parameter(start, requires_grad=False))
+            else:
+                self.register_buffer(name, start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.variance, training=self.training).square()
+
+
+class Scaled(nn.Module):
+    """Scales by the statistics of its norm before these move, as convolutions of QAT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.norm.running_var is not None
+        scale = self.norm.running_var.sqrt()
+        return self.norm(x * scale).square() / scale
+
+
 AVERAGES = ("in place", "in a new tensor", "past the version", "in new memory")
-NOTES = ("counter", "tensor", "tensor in place", "what was not there")
+NOTES = ("counter", "tensor", "tensor in place", "tensor past the version", "what was not there")
 MOVING: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm1d(WIDTH),
     "batch norm with a plain average": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
     "instance norm": lambda: nn.Sequential(
         nn.Unflatten(1, (4, -1)), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten()
     ),
+    "statistics in buffers of another": lambda: Normalised("buffers"),
+    "statistics in parameters of another": lambda: Normalised("parameters"),
+    "statistics that something else reads": Scaled,
     "power iteration": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "a view of an average": Viewed,
     "what is made late": MadeLate,
@@ -224,9 +265,25 @@ def test_what_moves_moves_once_a_step(name: str, level: str | Compression, way: 
             drawn.append((random.random(), numpy.random.random()))
         assert drawn[0] == drawn[1]
         assert vars(ours[0]).get("calls") == vars(model[0]).get("calls")
-        for (key, found), expected in zip(ours.named_buffers(), model.buffers(), strict=True):
+        moved = ours.state_dict().items()
+        for (key, found), expected in zip(moved, model.state_dict().values(), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=f"{key} at {step}")
         check_near(pair[1:], pair[:1], level)
+
+
+def test_a_tensor_in_a_list_that_a_region_writes_into_is_told_of() -> None:
+    """There are no copies of such tensors."""
+    module = Noting("tensor in a list")
+    with pytest.warns(VramxWarning, match="a tensor that lasts of Noting holds"):
+        vramx.checkpoint(module, activation(6, WIDTH), level="keep").sum().backward()
+
+
+def test_a_buffer_that_a_list_holds_too_is_not_told_of() -> None:
+    module = Average()
+    module.means = [module.mean]  # type: ignore[assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", VramxWarning)
+        vramx.checkpoint(module, activation(6, WIDTH), level="keep").sum().backward()
 
 
 def test_buffers_are_the_modules_own_after_an_early_stop() -> None:

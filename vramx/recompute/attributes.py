@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import is_not
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from vramx.errors import warn_once
 from vramx.patch.of_classes import found_of
 from vramx.recompute.buffers import copy_of, learning, tell_of_write
 from vramx.recompute.generators import is_generator, set_state, state_of
@@ -35,6 +37,7 @@ from vramx.recompute.objects import (
     Copier,
     TooLargeError,
     differs,
+    storage_of,
     version_of,
 )
 from vramx.recompute.wholes import (
@@ -105,12 +108,14 @@ class _Copies:
     def __init__(self) -> None:
         self._copier = Copier()
 
-    def copy(self, value: Any) -> Any:
+    def copy(self, value: Any) -> tuple[Any, list[Tensor]]:
+        """Return a copy, and the tensors within that were not met before."""
+        met = len(self._copier.tensors)
         try:
-            return self._copier.copy(value)
+            return self._copier.copy(value), self._copier.tensors[met:]
         except TooLargeError:
             self._copier = Copier()  # it is full, of what nobody has
-            return as_now(value)
+            return as_now(value), []
 
 
 class _Before:
@@ -118,8 +123,8 @@ class _Before:
 
     # Lives until backward: the fewer objects, the rarer Python's collector runs.
     __slots__ = (
-        *("_changed", "_going", "_is_new", "_is_training", "_left_bytes", "_module", "_own"),
-        *("_thens", "_values"),
+        *("_changed", "_going", "_held", "_is_new", "_is_training", "_left_bytes"),
+        *("_module", "_own", "_thens", "_values"),
     )
 
     def __init__(self, module: Any, copies: _Copies) -> None:
@@ -131,6 +136,8 @@ class _Before:
         self._changed: set[str] | frozenset[str] = _NO_NAMES
         self._thens: dict[str, Any] = _NOTHING
         self._left_bytes = MOST_BYTES  # of copies of tensors
+        # What a container holds: the attribute's name, a tensor, its version.
+        self._held: list[tuple[str, Tensor, int]] = []
         self._going: Sequence[tuple[Any, Any]] = ()  # what has no copies, and how far it was
         if type(module).__module__.startswith(_INERT):
             return
@@ -163,22 +170,32 @@ class _Before:
             self._left_bytes -= nbytes
             return copy_of(value), version_of(value)
         if self._is_new or name in self._changed:
-            return copies.copy(value)
+            made, held = copies.copy(value)
+            if self._is_new:
+                self._held += [(name, tensor, version_of(tensor)) for tensor in held]
+            return made
         return as_now(value)
 
-    def note(self) -> None:
-        """Note what the module's first run changed."""
+    def note(self, memory: Collection[int] = (), elsewhere: Collection[int] = ()) -> None:
+        """Note what the module's first run changed, and wrote to memory.
+
+        `elsewhere` are the ids of tensors that others put back.
+        """
         own, values = self._own, self._values
+        for name, tensor, version in self._held:
+            if id(tensor) not in elsewhere and _is_written(tensor, version, memory):
+                _tell_of_held(self._module, name)
+        self._held = []
         for iterator, then in self._going:
             if progress_of(iterator) != then:
                 tell_of_advance(iterator)
         self._going = ()
-        if not self._is_new and self._is_as_before():
+        if not self._is_new and self._is_as_before(memory):
             return
         changed = {name for name in self._names(own) if own[name] is not values.get(name, _ABSENT)}
         for name, then in self._thens.items():
             value = values[name]
-            if name in changed or not self._was_written(name, then):
+            if name in changed or not self._was_written(name, then, memory):
                 continue
             changed.add(name)
             if isinstance(value, Tensor) and then[0] is value:
@@ -191,17 +208,17 @@ class _Before:
         known = _Known(len(own), looked_at, self._changed)
         _known_of(self._module)[self._is_training] = known
 
-    def _is_as_before(self) -> bool:
+    def _is_as_before(self, memory: Collection[int] = ()) -> bool:
         """Tell whether all attributes are the same objects, and nothing was written into them."""
         own, values = self._own, self._values
         if len(own) != len(values) or any(map(is_not, own.values(), values.values())):
             return False
-        return not any(self._was_written(name, then) for name, then in self._thens.items())
+        return not any(self._was_written(name, then, memory) for name, then in self._thens.items())
 
-    def _was_written(self, name: str, then: Any) -> bool:
+    def _was_written(self, name: str, then: Any, memory: Collection[int]) -> bool:
         value = self._values[name]
         if isinstance(value, Tensor):
-            return bool(then[1] != version_of(value))
+            return _is_written(value, then[1], memory)
         return differs(then, value)
 
     def _names(self, values: Iterable[str]) -> Iterator[str]:
@@ -237,7 +254,10 @@ class _Before:
         if isinstance(value, Tensor):
             kept, version = then
             # One that was written to without a copy of before is all that there is.
-            return value if version == version_of(value) else learning(kept.detach().clone(), kept)
+            may_be_written = name in self._changed and kept is not value
+            if version == version_of(value) and not may_be_written:
+                return value
+            return learning(kept.detach().clone(), kept)
         return copier.copy_of(then) if name in self._changed or differs(then, value) else value
 
     def put(self, values: dict[str, Any]) -> None:
@@ -264,10 +284,15 @@ class Attributes:
         self._before = [_Before(each, copies) for each in (*modules, *owners.values())]
         self.generators = [each for before in self._before for each in before.generators]
 
-    def settle(self) -> None:
-        """Note what the first run changed."""
+    def settle(self, memory: Collection[int] = (), elsewhere: Collection[int] = ()) -> None:
+        """Note what the first run changed.
+
+        Args:
+            memory: what its operations wrote to, where it was watched.
+            elsewhere: the ids of tensors that a recomputation has copies of without this.
+        """
         for before in self._before:
-            before.note()
+            before.note(memory, elsewhere)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -282,6 +307,21 @@ class Attributes:
         finally:
             for before, _, now in changed:
                 before.put(now)
+
+
+def _is_written(tensor: Tensor, version: int, memory: Collection[int]) -> bool:
+    if version_of(tensor) != version:
+        return True
+    return bool(memory) and tensor.layout is torch.strided and storage_of(tensor) in memory
+
+
+def _tell_of_held(module: Any, name: str) -> None:
+    warn_once(
+        f"a region under vramx.checkpoint writes into a tensor that {name} of "
+        f"{type(module).__name__} holds: a recomputation finds it written, and writes into it once "
+        "more; update it outside of the region, or register a buffer",
+        stacklevel=6,
+    )
 
 
 def attributes_as_now(modules: Iterable[Any]) -> Callable[[], None]:

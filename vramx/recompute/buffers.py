@@ -75,6 +75,8 @@ class _Seen(NamedTuple):
 
 # Names of the buffers that a module writes, by whether it trains; absent: not known yet.
 _written: Noted[dict[bool, set[str]]] = Noted()
+# Norms whose statistics something else reads in training too, as a convolution that scales by them.
+_is_read: Noted[bool] = Noted()
 
 
 class Buffers:
@@ -90,6 +92,7 @@ class Buffers:
         self._uncopied: dict[int, list[_Seen]] | None = None  # parameters, by their memory
         self._known: set[tuple[int, str]] = set()  # what its module has written before
         self._left_alone: set[tuple[int, str]] = set()  # buffers that it has not
+        self._statistics: dict[int, nn.Module] = {}  # by their memory, of norms that are new
         for module in modules:
             if isinstance(module, torch.jit.ScriptModule):  # whose operations nobody sees
                 own = _OfScript(module)
@@ -97,6 +100,9 @@ class Buffers:
                 self._kept += (_Kept(own, name, x.detach().clone()) for name, x in every)
                 continue
             written = _written.beside(module).get(module, {}).get(module.training)
+            is_norm = isinstance(module, _NormBase)
+            # A norm in training does not read its statistics.
+            is_read = written is None or not is_norm or module in _is_read.beside(module)
             for members, name, tensor in _changeable(module, written):
                 self.are_new = self.are_new or written is None
                 is_buffer = members is module._buffers
@@ -106,15 +112,16 @@ class Buffers:
                 address = -1 if isinstance(module, nn.RNNBase) else _address(tensor)
                 version, numel = version_of(tensor), tensor.numel()
                 self._seen.append(_Seen(module, members, name, tensor, version, address, numel))
-                # A norm in training does not read its statistics.
-                is_statistic = is_buffer and isinstance(module, _NormBase)
+                is_statistic = is_buffer and is_norm
+                if is_statistic and written is None:
+                    self._statistics[storage_of(tensor)] = module
                 if written is not None and name in written:
                     self._known.add((id(module), name))
                 elif written is not None and is_buffer and not is_statistic:
                     self._left_alone.add((id(module), name))
                 is_copied = is_buffer or is_small_constant(tensor)
                 may_write = is_copied if written is None else name in written
-                if may_write and not is_statistic:
+                if may_write and (is_read or not is_statistic):
                     self._copies[id(module), name] = copy_of(tensor)
 
     def before_write(self, targets: Iterable[Any]) -> None:
@@ -129,6 +136,17 @@ class Buffers:
                 for seen in self._uncopied.pop(storage_of(target), ()):
                     copy = seen.tensor.detach().clone()
                     self._copies.setdefault((id(seen.module), seen.name), copy)
+
+    def note_read(self, arguments: Iterable[Any], written: Collection[Any]) -> None:
+        """Note the norms whose statistics an operation takes, but for what it only writes to."""
+        if not self._statistics:
+            return
+        own = {id(target) for target in written}
+        for tensor in tree_leaves(list(arguments)):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                module = self._statistics.get(storage_of(tensor))
+                if module is not None and id(tensor) not in own:
+                    _is_read.beside(module)[module] = True
 
     def note_write(self, targets: Iterable[Any]) -> None:
         """Note the memory of tensors, and of those in lists, that an operation wrote to."""
@@ -175,7 +193,13 @@ class Buffers:
                     tell_of_write(module, name, "which it left alone before", "in each call")
                 self._kept.append(_Kept(members, name, value))
         self._seen, self._copies, self._memory, self._uncopied = [], {}, set(), None
+        self._statistics = {}
         self._known, self._left_alone = set(), set()
+
+    @property
+    def memory(self) -> set[int]:
+        """What operations of a first run wrote to, until it has settled."""
+        return self._memory
 
     @property
     def written(self) -> set[int]:

@@ -57,10 +57,12 @@ class Surroundings:
         """Note what the first run changed."""
         self._modes.settle()
         self._variables.settle()
+        memory = self.buffers.memory
         self.buffers.settle()
-        self._attributes.settle()
+        written = self.buffers.written
+        self._attributes.settle(memory, written)
         if self._reads_all:
-            self._members.settle(self.buffers.written)
+            self._members.settle(written)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[Callable[..., Any]]:

@@ -32,18 +32,25 @@ _READS = frozenset(
     getattr(Tensor, name)
     for name in ("tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "__dlpack__")
 )
+_STATISTICS = ("running_mean", "running_var")
 _UNSEEN = "memory that no operation of torch fills"
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that an operator writes to, as its schema has it."""
+    """Return the arguments that an operator writes to, as its schema has it.
+
+    Schemas of batch norms do not say that statistics are written in training, nor do versions.
+    """
     schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if schema is None or not (schema.is_mutable or "batch_norm" in schema.name):
         return []
     given = {each.name: value for each, value in zip(schema.arguments, args, strict=False)}
     given.update(kwargs)
+    statistics = _STATISTICS if given.get("training", True) else ()
     written = [
-        each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write
+        each.name
+        for each in schema.arguments
+        if (each.alias_info and each.alias_info.is_write) or each.name in statistics
     ]
     return [given[name] for name in written if name in given]
 
@@ -93,8 +100,10 @@ class Operators(TorchDispatchMode):
         if not is_smooth(func, args, kwargs):
             self._look_at_rough(func, args, kwargs)
         written = written_by(func, args, kwargs)
-        if written and self._buffers is not None:
-            self._buffers.before_write(written)
+        if self._buffers is not None:
+            self._buffers.note_read((*args, *kwargs.values()), written)
+            if written:
+                self._buffers.before_write(written)
         result = func(*args, **kwargs)
         if self._origins is not None:
             self._origins.note(name_of(func), args, kwargs, (result, written))
