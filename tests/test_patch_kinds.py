@@ -80,6 +80,17 @@ def test_module_whose_class_cannot_be_followed_is_named_and_nothing_is_changed()
     assert states(net) == before
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("part", ["", "1"], ids=["all", "a part"])
+def test_torchscript_of_a_changed_module_is_one_clear_line(part: str) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    vramx.compressed_activations(net.get_submodule(part))
+    with pytest.raises(InvalidValueError, match=r"a Sequential that .* call vramx\.restore\(\)"):
+        torch.jit.script(net)
+    vramx.restore(net)
+    torch.jit.script(net)
+
+
 class Scaled(Plain):
     """Asks of its own class what is below it, as programs of Python 2 did."""
 

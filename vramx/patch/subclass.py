@@ -20,6 +20,7 @@ from weakref import WeakSet
 
 import torch
 
+from vramx.errors import InvalidValueError
 from vramx.patch.change import Change
 from vramx.patch.of_classes import made_of
 from vramx.patch.own_class import asked_of_class, asked_of_super
@@ -92,6 +93,15 @@ class Patched:
         elif is_ours(inner):  # a method is pickled by its name, which finds ours
             inner = None
         self.__dict__[RECORD] = replace(patch, inner=inner)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Answer torch.jit.script, which compiles the source of a module's own class."""
+        if self._vramx is None:
+            return self
+        raise InvalidValueError(
+            f"a {type(self).__name__} that vramx has changed cannot be scripted: TorchScript "
+            "compiles its class, which does not have the change; call vramx.restore() first"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         patch = self.__dict__.get(RECORD) if name == "forward" else None
