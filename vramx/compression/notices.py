@@ -47,5 +47,6 @@ def tell_of_unknown(operation: Operation) -> None:
         way += " packs what its backward is linear or smooth in"
         if operation.untold:  # from torch 2.14 on
             way += "; torch does not show its arguments, and one for some of them has no effect"
-    text = f"{name}{whose} is not known to compression, and what it saves is kept exactly: {way}"
+    called = "an operation that has no name" if name == UNKNOWN else f"{name}{whose}"
+    text = f"{called} is not known to compression, and what it saves is kept exactly: {way}"
     warn_once(text, about=f"{operation.library}.{name}")
