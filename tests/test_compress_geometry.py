@@ -114,6 +114,7 @@ def test_a_function_of_others_finds_the_strides_that_it_saved(name: str, policy:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0 if policy is None else 0.03)
 
 
+@pytest.mark.filterwarnings("ignore:CompiledFunction is not known")
 def test_a_compiled_graph_finds_the_strides_that_it_saved() -> None:
     traced: list[Any] = []
     found: list[Any] = []
@@ -124,7 +125,7 @@ def test_a_compiled_graph_finds_the_strides_that_it_saved() -> None:
 
     compiler = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=backward)
     compiled = torch.compile(lambda x: x.sin().cos(), backend=compiler)
-    with vramx.compress(min_bytes=0), pytest.warns(match="CompiledFunction is not known"):
+    with vramx.compress(min_bytes=0):
         y = compiled((torch.ones(32, 32, requires_grad=True) * 1.0)[:, :8])
     y.sum().backward()
     assert len(found) > 1

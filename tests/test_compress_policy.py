@@ -19,6 +19,7 @@ from compress_tools import input_of
 from policy_tools import apply_has_a_frame, functions_have_names, saved_reason
 from torch import nn
 
+from vramx import errors
 from vramx.compression.hooks import compress
 from vramx.compression.policy.exactness import needs_exact
 from vramx.compression.policy.operations import OperationMode
@@ -117,7 +118,9 @@ def test_statistics_that_an_autograd_function_makes_are_kept() -> None:
     assert found == {"packed": 2, "statistic": 2}
 
 
-def test_what_no_mode_sees_is_kept() -> None:
+def test_what_no_mode_sees_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_said", set())
+
     @torch.jit.script
     def function(x: torch.Tensor) -> torch.Tensor:
         return 1.0 / (x * 2.0).exp()
