@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -130,3 +130,33 @@ def test_a_compiled_graph_finds_the_strides_that_it_saved() -> None:
     y.sum().backward()
     assert len(found) > 1
     assert [stride for stride in found if stride[0]] == [stride for stride in traced if stride[0]]
+
+
+class _Thirds(torch.autograd.Function):
+    """Saves three views of one projection, as a compiled graph with an attention does."""
+
+    places: ClassVar[list[list[int]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        thirds = x.detach().sin().chunk(3, dim=-1)
+        ctx.save_for_backward(*thirds)
+        _Thirds.places.append([third.data_ptr() for third in thirds])
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        _Thirds.places.append([third.data_ptr() for third in ctx.saved_tensors])
+        return grad * torch.cat(ctx.saved_tensors, dim=-1)
+
+
+@pytest.mark.filterwarnings("ignore:.*_Thirds of")
+def test_what_a_function_of_others_saves_of_one_memory_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_Thirds, "places", [])
+    with vramx.compress(min_bytes=0):
+        y = _Thirds.apply(torch.ones(32, 96, requires_grad=True))
+    y.backward()
+    saved, found = _Thirds.places
+    assert saved == found

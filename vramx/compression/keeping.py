@@ -62,7 +62,8 @@ class Keeper:
             self._stats.record(name, policy.PARAMETER, nbytes, nbytes)
             return Reference(tensor)
         beside_bytes = self._kept_beside(tensor, storage, operation)
-        is_fixed = operation.custom and not can_spread(tensor)
+        # A compiled graph saves at its end, while all its memory is there: copies come on top.
+        is_fixed = operation.custom and (reason == policy.UNKNOWN or not can_spread(tensor))
         if is_fixed or range_bytes + beside_bytes >= _MOST * storage.nbytes():
             packed = self._is_packed(tensor, geometry, storage)
             reference = Reference(tensor)
