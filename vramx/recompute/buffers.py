@@ -4,8 +4,9 @@ Running statistics of a batch norm move once a step, not twice; so do the vector
 iteration, an average, or a counter, and parameters, as of a network that follows another, or of a
 layer that makes its weight shorter. What a region writes is told by versions and addresses, and in
 the first run of a module, in training and in evaluation, by its operations, for versions do not
-tell of a write through `.data`. What a module wrote once, it is taken to write in each call. For a
-recomputation modules have copies of it.
+tell of a write through `.data`. A module may be part of several regions and run in one of them, as
+one that a hook of its parent calls: it is watched in the first run of each. What a module wrote
+once, it is taken to write in each call. For a recomputation modules have copies of it.
 
 Parameters may be all of a model: the first run of a module copies each just before an operation
 writes to it, and small ones that need no gradient, as a counter or the state of a generator that a
@@ -20,8 +21,9 @@ and a copy of those that it writes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,8 +75,15 @@ class _Seen(NamedTuple):
     numel: int
 
 
-# Names of the buffers that a module writes, by whether it trains; absent: not known yet.
-_written: Noted[dict[bool, set[str]]] = Noted()
+class _Written(NamedTuple):
+    names: set[str]  # of what a module writes
+    regions: set[tuple[int, int]]  # those whose first run has shown it
+
+
+# By whether the module trains; absent: not known yet.
+_written: Noted[dict[bool, _Written]] = Noted()
+# Regions of code that is made anew each time; they are watched each time.
+_MOST_REGIONS = 64
 # Norms whose statistics something else reads in training too, as a convolution that scales by them.
 _is_read: Noted[bool] = Noted()
 
@@ -82,7 +91,8 @@ _is_read: Noted[bool] = Noted()
 class Buffers:
     """The buffers of a region's modules, for one run of it and for those that recompute it."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, function: Any, modules: Sequence[nn.Module]) -> None:
+        self._region = _kind_of(function, modules)
         self._seen: list[_Seen] = []
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._kept: list[_Kept] = []
@@ -99,7 +109,8 @@ class Buffers:
                 every = module.named_buffers(recurse=False)
                 self._kept += (_Kept(own, name, x.detach().clone()) for name, x in every)
                 continue
-            written = _written.beside(module).get(module, {}).get(module.training)
+            noted = _written.beside(module).get(module, {}).get(module.training)
+            written = None if noted is None or self._region not in noted.regions else noted.names
             is_norm = isinstance(module, _NormBase)
             # A norm in training does not read its statistics.
             is_read = written is None or not is_norm or module in _is_read.beside(module)
@@ -180,8 +191,11 @@ class Buffers:
                 names[seen.name] = seen.members
         for module, names in moved.items():
             written = _written.beside(module).setdefault(module, {})
-            known = written.setdefault(module.training, set())
-            known.update(names)
+            noted = written.setdefault(module.training, _Written(set(), set()))
+            noted.names.update(names)
+            if len(noted.regions) >= _MOST_REGIONS:
+                noted.regions.clear()
+            noted.regions.add(self._region)
             # The kernels of norms write statistics without a new version.
             if isinstance(module, _NormBase) and _moves(module, names):
                 names.update(dict.fromkeys(module._buffers, module._buffers))
@@ -238,6 +252,15 @@ class Buffers:
         finally:
             for each, now in own:
                 each.members[each.name] = now
+
+
+def _kind_of(function: Any, modules: Sequence[nn.Module]) -> tuple[int, int]:
+    """Return what tells a region from others that reach the same modules and run other ones."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    own = getattr(function, "__func__", function)
+    # A lambda is a new function in each step, of the same code.
+    return id(modules[0]) if modules else 0, id(getattr(own, "__code__", type(own)))
 
 
 def copy_of(tensor: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class Surroundings:
         modules = modules_of(function, leaves)
         self._hooks = hooks = Hooks(modules)
         self._variables = Variables(function, hooks.functions)
-        self.buffers = Buffers(modules)
+        self.buffers = Buffers(function, modules)
         # A lazy module is to be found as its first run makes it.
         modules = [module for module in modules if not _is_to_be_made(module)]
         owners = hooks.owners
