@@ -24,7 +24,7 @@ import vramx
 from vramx.compression import enclosing
 from vramx.compression.config import Compression
 from vramx.errors import VramxWarning
-from vramx.recompute import buffers
+from vramx.recompute import buffers, noted
 
 __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
@@ -411,12 +411,28 @@ def _steps_of_two_regions(model: nn.Module, level: str | None) -> list[list[Tens
     return found
 
 
+def in_an_attribute(how: str) -> nn.Module:
+    part = Average(how)
+    mean = part._buffers.pop("mean")
+    part.mean = mean
+    return part
+
+
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "in place": lambda: Average("in place"),
+    "past the version": lambda: Average("past the version"),
+    "observed": observed,
+    "in an attribute": lambda: in_an_attribute("in place"),
+    "in an attribute, past the version": lambda: in_an_attribute("past the version"),
+}
+
+
 @pytest.mark.parametrize("model", [Hooked, OfHalves])
-@pytest.mark.parametrize("how", ["in place", "past the version", "observed"])
+@pytest.mark.parametrize("how", PARTS)
 def test_a_part_that_another_region_runs_moves_once(model: Callable[..., Any], how: str) -> None:
     def made() -> nn.Module:
         torch.manual_seed(1)
-        return model(observed() if how == "observed" else Average(how))
+        return model(PARTS[how]())
 
     expected = _steps_of_two_regions(made(), None)
     with warnings.catch_warnings():
@@ -426,12 +442,12 @@ def test_a_part_that_another_region_runs_moves_once(model: Callable[..., Any], h
 
 def test_functions_that_are_compiled_in_each_step_leave_nothing() -> None:
     module = Average()
-    for _ in range(2 * buffers._MOST_REGIONS):
+    for _ in range(2 * noted.MOST_REGIONS):
         names: dict[str, Any] = {"module": module}
         exec("def region(x): return module(x)", names)
         vramx.checkpoint(names["region"], activation(), level="keep").sum().backward()
-    noted = buffers._written.beside(module)[module][True]
-    assert len(noted.regions) <= buffers._MOST_REGIONS
+    written = buffers._written.beside(module)[module][True]
+    assert len(written.regions) <= noted.MOST_REGIONS
 
 
 @pytest.mark.skipif(not enclosing.is_told(), reason="torch's own checkpoint fails in TorchScript")

@@ -21,9 +21,8 @@ and a copy of those that it writes.
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from vramx.errors import warn_once
 from vramx.patch.references import globals_of, parts_of
-from vramx.recompute.noted import Noted
+from vramx.recompute.noted import ANY_REGION, Noted, RegionKind, Regions
 from vramx.recompute.objects import storage_of, version_of
 from vramx.recompute.stand_ins import (
     as_before,
@@ -77,13 +76,11 @@ class _Seen(NamedTuple):
 
 class _Written(NamedTuple):
     names: set[str]  # of what a module writes
-    regions: set[tuple[int, int]]  # those whose first run has shown it
+    regions: Regions  # those whose first run has shown it
 
 
 # By whether the module trains; absent: not known yet.
 _written: Noted[dict[bool, _Written]] = Noted()
-# Regions of code that is made anew each time; they are watched each time.
-_MOST_REGIONS = 64
 # Norms whose statistics something else reads in training too, as a convolution that scales by them.
 _is_read: Noted[bool] = Noted()
 
@@ -91,8 +88,8 @@ _is_read: Noted[bool] = Noted()
 class Buffers:
     """The buffers of a region's modules, for one run of it and for those that recompute it."""
 
-    def __init__(self, function: Any, modules: Sequence[nn.Module]) -> None:
-        self._region = _kind_of(function, modules)
+    def __init__(self, modules: Iterable[nn.Module], region: RegionKind = ANY_REGION) -> None:
+        self._region = region
         self._seen: list[_Seen] = []
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._kept: list[_Kept] = []
@@ -191,11 +188,9 @@ class Buffers:
                 names[seen.name] = seen.members
         for module, names in moved.items():
             written = _written.beside(module).setdefault(module, {})
-            noted = written.setdefault(module.training, _Written(set(), set()))
+            noted = written.setdefault(module.training, _Written(set(), Regions()))
             noted.names.update(names)
-            if len(noted.regions) >= _MOST_REGIONS:
-                noted.regions.clear()
-            noted.regions.add(self._region)
+            noted.regions.note(self._region)
             # The kernels of norms write statistics without a new version.
             if isinstance(module, _NormBase) and _moves(module, names):
                 names.update(dict.fromkeys(module._buffers, module._buffers))
@@ -252,15 +247,6 @@ class Buffers:
         finally:
             for each, now in own:
                 each.members[each.name] = now
-
-
-def _kind_of(function: Any, modules: Sequence[nn.Module]) -> tuple[int, int]:
-    """Return what tells a region from others that reach the same modules and run other ones."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    own = getattr(function, "__func__", function)
-    # A lambda is a new function in each step, of the same code.
-    return id(modules[0]) if modules else 0, id(getattr(own, "__code__", type(own)))
 
 
 def copy_of(tensor: Tensor) -> Tensor:
