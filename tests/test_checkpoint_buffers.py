@@ -24,6 +24,7 @@ import vramx
 from vramx.compression import enclosing
 from vramx.compression.config import Compression
 from vramx.errors import VramxWarning
+from vramx.recompute import buffers, noted
 
 __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
@@ -366,6 +367,87 @@ def test_a_buffer_that_a_later_call_writes_first_is_told_of_once_and_kept_from_t
         same = [is_same() for _ in range(6)]
     assert same == [True, False, True, True, True, True]
     assert len(said) == 1
+
+
+class Hooked(nn.Linear):
+    """Has a part that a hook calls, as layers of quantisation-aware training do."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.part = part
+        self.register_forward_hook(lambda module, _, y: module.part(y))
+
+
+class OfHalves(nn.Module):
+    """Has methods that run one part each."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(WIDTH, WIDTH), part
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.sin(self.first(x))
+
+    def decode(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.part(x))
+
+
+def _steps_of_two_regions(model: nn.Module, level: str | None) -> list[list[Tensor]]:
+    torch.manual_seed(0)
+    found, regions = [], level is not None
+    if regions and isinstance(model, Hooked):
+        vramx.checkpoint_modules(model, lambda m: m in (model, model.part), level=level)
+    for _ in range(3):
+        x = activation()
+        if isinstance(model, OfHalves) and regions:
+            x = vramx.checkpoint(model.encode, x, level=level)
+            y = vramx.checkpoint(model.decode, x, level=level)
+        else:
+            y = model.decode(model.encode(x)) if isinstance(model, OfHalves) else model(x)
+        model.zero_grad()
+        y.square().sum().backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append([*gradients, *(buffer.clone() for buffer in model.buffers())])
+    return found
+
+
+def in_an_attribute(how: str) -> nn.Module:
+    part = Average(how)
+    mean = part._buffers.pop("mean")
+    part.mean = mean
+    return part
+
+
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "in place": lambda: Average("in place"),
+    "past the version": lambda: Average("past the version"),
+    "observed": observed,
+    "in an attribute": lambda: in_an_attribute("in place"),
+    "in an attribute, past the version": lambda: in_an_attribute("past the version"),
+}
+
+
+@pytest.mark.parametrize("model", [Hooked, OfHalves])
+@pytest.mark.parametrize("how", PARTS)
+def test_a_part_that_another_region_runs_moves_once(model: Callable[..., Any], how: str) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(1)
+        return model(PARTS[how]())
+
+    expected = _steps_of_two_regions(made(), None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", VramxWarning)
+        torch.testing.assert_close(_steps_of_two_regions(made(), "keep"), expected)
+
+
+def test_functions_that_are_compiled_in_each_step_leave_nothing() -> None:
+    module = Average()
+    for _ in range(2 * noted.MOST_REGIONS):
+        names: dict[str, Any] = {"module": module}
+        exec("def region(x): return module(x)", names)
+        vramx.checkpoint(names["region"], activation(), level="keep").sum().backward()
+    written = buffers._written.beside(module)[module][True]
+    assert len(written.regions) <= noted.MOST_REGIONS
 
 
 @pytest.mark.skipif(not enclosing.is_told(), reason="torch's own checkpoint fails in TorchScript")

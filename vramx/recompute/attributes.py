@@ -30,7 +30,7 @@ from vramx.errors import warn_once
 from vramx.patch.of_classes import found_of
 from vramx.recompute.buffers import copy_of, learning, tell_of_write
 from vramx.recompute.generators import is_generator, set_state, state_of
-from vramx.recompute.noted import Noted
+from vramx.recompute.noted import ANY_REGION, Noted, RegionKind, Regions
 from vramx.recompute.objects import (
     FIXED,
     MOST_BYTES,
@@ -66,6 +66,7 @@ class _Known(NamedTuple):
     size: int  # of all that it has
     looked_at: tuple[str, ...]  # of those that may change though they stay the same object
     changed: set[str]  # of these, those that did
+    regions: Regions  # those whose first run has shown it
 
 
 # By whether the module trains.
@@ -123,16 +124,17 @@ class _Before:
 
     # Lives until backward: the fewer objects, the rarer Python's collector runs.
     __slots__ = (
-        *("_changed", "_going", "_held", "_is_new", "_is_training", "_left_bytes"),
-        *("_module", "_own", "_thens", "_values"),
+        *("_changed", "_going", "_held", "_is_first", "_is_new", "_is_training", "_left_bytes"),
+        *("_module", "_own", "_region", "_thens", "_values"),
     )
 
-    def __init__(self, module: Any, copies: _Copies) -> None:
+    def __init__(self, module: Any, copies: _Copies, region: RegionKind) -> None:
         self._module = module
+        self._region = region
         self._is_training = _trains(module)
         self._own = vars(module)
         self._values = dict(self._own)
-        self._is_new = False
+        self._is_new = self._is_first = False
         self._changed: set[str] | frozenset[str] = _NO_NAMES
         self._thens: dict[str, Any] = _NOTHING
         self._left_bytes = MOST_BYTES  # of copies of tensors
@@ -142,7 +144,8 @@ class _Before:
         if type(module).__module__.startswith(_INERT):
             return
         known = _known_of(module).get(self._is_training)
-        self._is_new = known is None or known.size != len(self._values)
+        self._is_first = known is None or region not in known.regions
+        self._is_new = known is None or self._is_first or known.size != len(self._values)
         names: Iterable[str] = self._values
         if known is not None:
             self._changed = known.changed
@@ -151,6 +154,14 @@ class _Before:
         if self._is_new:
             values = self._values.values()
             self._going = [(x, progress_of(x)) for x in values if has_no_other(x)]
+
+    @property
+    def is_to_be_watched(self) -> bool:
+        """Whether a module has tensors that its first run may write to without a new version."""
+        if not self._is_first or not isinstance(self._module, nn.Module):
+            return False
+        values = self._values
+        return bool(self._held) or any(isinstance(values[name], Tensor) for name in self._thens)
 
     @property
     def generators(self) -> list[Any]:
@@ -205,8 +216,11 @@ class _Before:
         else:
             self._changed = changed
         looked_at = tuple(name for name in self._names(own) if self._may_change(name))
-        known = _Known(len(own), looked_at, self._changed)
-        _known_of(self._module)[self._is_training] = known
+        noted = _known_of(self._module)
+        before = noted.get(self._is_training)
+        regions = Regions() if before is None else before.regions
+        regions.note(self._region)
+        noted[self._is_training] = _Known(len(own), looked_at, self._changed, regions)
 
     def _is_as_before(self, memory: Collection[int] = ()) -> bool:
         """Tell whether all attributes are the same objects, and nothing was written into them."""
@@ -278,11 +292,17 @@ class Attributes:
     are those of random numbers among them.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        others: Iterable[Any] = (),
+        region: RegionKind = ANY_REGION,
+    ) -> None:
         owners = {id(each): each for each in others if _has_attributes(type(each))}
         copies = _Copies()
-        self._before = [_Before(each, copies) for each in (*modules, *owners.values())]
+        self._before = [_Before(each, copies, region) for each in (*modules, *owners.values())]
         self.generators = [each for before in self._before for each in before.generators]
+        self.are_to_be_watched = any(before.is_to_be_watched for before in self._before)
 
     def settle(self, memory: Collection[int] = (), elsewhere: Collection[int] = ()) -> None:
         """Note what the first run changed.

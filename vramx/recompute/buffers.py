@@ -4,8 +4,9 @@ Running statistics of a batch norm move once a step, not twice; so do the vector
 iteration, an average, or a counter, and parameters, as of a network that follows another, or of a
 layer that makes its weight shorter. What a region writes is told by versions and addresses, and in
 the first run of a module, in training and in evaluation, by its operations, for versions do not
-tell of a write through `.data`. What a module wrote once, it is taken to write in each call. For a
-recomputation modules have copies of it.
+tell of a write through `.data`. A module may be part of several regions and run in one of them, as
+one that a hook of its parent calls: it is watched in the first run of each. What a module wrote
+once, it is taken to write in each call. For a recomputation modules have copies of it.
 
 Parameters may be all of a model: the first run of a module copies each just before an operation
 writes to it, and small ones that need no gradient, as a counter or the state of a generator that a
@@ -32,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from vramx.errors import warn_once
 from vramx.patch.references import globals_of, parts_of
-from vramx.recompute.noted import Noted
+from vramx.recompute.noted import ANY_REGION, Noted, RegionKind, Regions
 from vramx.recompute.objects import storage_of, version_of
 from vramx.recompute.stand_ins import (
     as_before,
@@ -73,8 +74,13 @@ class _Seen(NamedTuple):
     numel: int
 
 
-# Names of the buffers that a module writes, by whether it trains; absent: not known yet.
-_written: Noted[dict[bool, set[str]]] = Noted()
+class _Written(NamedTuple):
+    names: set[str]  # of what a module writes
+    regions: Regions  # those whose first run has shown it
+
+
+# By whether the module trains; absent: not known yet.
+_written: Noted[dict[bool, _Written]] = Noted()
 # Norms whose statistics something else reads in training too, as a convolution that scales by them.
 _is_read: Noted[bool] = Noted()
 
@@ -82,7 +88,8 @@ _is_read: Noted[bool] = Noted()
 class Buffers:
     """The buffers of a region's modules, for one run of it and for those that recompute it."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], region: RegionKind = ANY_REGION) -> None:
+        self._region = region
         self._seen: list[_Seen] = []
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._kept: list[_Kept] = []
@@ -99,7 +106,8 @@ class Buffers:
                 every = module.named_buffers(recurse=False)
                 self._kept += (_Kept(own, name, x.detach().clone()) for name, x in every)
                 continue
-            written = _written.beside(module).get(module, {}).get(module.training)
+            noted = _written.beside(module).get(module, {}).get(module.training)
+            written = None if noted is None or self._region not in noted.regions else noted.names
             is_norm = isinstance(module, _NormBase)
             # A norm in training does not read its statistics.
             is_read = written is None or not is_norm or module in _is_read.beside(module)
@@ -180,8 +188,9 @@ class Buffers:
                 names[seen.name] = seen.members
         for module, names in moved.items():
             written = _written.beside(module).setdefault(module, {})
-            known = written.setdefault(module.training, set())
-            known.update(names)
+            noted = written.setdefault(module.training, _Written(set(), Regions()))
+            noted.names.update(names)
+            noted.regions.note(self._region)
             # The kernels of norms write statistics without a new version.
             if isinstance(module, _NormBase) and _moves(module, names):
                 names.update(dict.fromkeys(module._buffers, module._buffers))

@@ -23,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vramx.errors import RecomputationError, warn_once
 from vramx.recompute import verdicts
-from vramx.recompute.buffers import Buffers
 from vramx.recompute.ending import Ending
 from vramx.recompute.inputs import Inputs
 from vramx.recompute.objects import Before, as_before
@@ -89,8 +88,8 @@ class Region:
         buffers = then.buffers
         if inputs is not None and inputs.may_pack and not self._vouched:
             self._allowed = inputs.allowed
-            result = self._run_to_pack(args, kwargs, leaves, (inputs.tensors, buffers))
-        elif buffers.are_new:
+            result = self._run_to_pack(args, kwargs, leaves, (inputs.tensors, then))
+        elif then.are_new:
             self._ran_in_mode = True
             with Operators(_accept, self._allowed, buffers=buffers), _steps_told():
                 result = self._function(*args, **kwargs)
@@ -104,15 +103,20 @@ class Region:
         return result
 
     def _run_to_pack(
-        self, args: Any, kwargs: Any, leaves: tuple[Any, ...], seen: tuple[list[Tensor], Buffers]
+        self,
+        args: Any,
+        kwargs: Any,
+        leaves: tuple[Any, ...],
+        seen: tuple[list[Tensor], Surroundings],
     ) -> Any:
+        tensors, then = seen
         key = verdicts.key_of(self._function, leaves, self._allowed)
         self._key = None if key is None else (key, self._structure.order)
         verdict = verdicts.known(self._key)
-        if verdict is None or seen[1].are_new:
+        if verdict is None or then.are_new:
             self._ran_in_mode = True
             self._was_read = Reads(_accept)
-            watch = Watch(self._allowed, *seen, leaves)
+            watch = Watch(self._allowed, tensors, then.buffers, leaves)
             with watch.running(), _steps_told():
                 result = self._function(*args, **kwargs)
             watch.look_at(result, leaves)

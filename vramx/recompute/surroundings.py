@@ -24,11 +24,11 @@ from vramx.recompute.generators import Generators
 from vramx.recompute.hooks import Hooks
 from vramx.recompute.members import Members
 from vramx.recompute.modes import Modes
-from vramx.recompute.noted import Noted
+from vramx.recompute.noted import Noted, kind_of
 
 
 class Surroundings:
-    """What a function reaches, taken now; `buffers` say whether its modules are new."""
+    """What a function reaches, taken now; `are_new` if modules are, whose run is to be watched."""
 
     def __init__(
         self, function: Callable[..., Any], leaves: Iterable[Any], *, draws_again: bool = True
@@ -38,13 +38,16 @@ class Surroundings:
         modules = modules_of(function, leaves)
         self._hooks = hooks = Hooks(modules)
         self._variables = Variables(function, hooks.functions)
-        self.buffers = Buffers(modules)
+        region = kind_of(function, modules)
+        self.buffers = Buffers(modules, region)
         # A lazy module is to be found as its first run makes it.
         modules = [module for module in modules if not _is_to_be_made(module)]
         owners = hooks.owners
         bound = (each for each in owners if isinstance(each, nn.Module))
         parts = {id(each): each for each in (*modules, *linked_to(modules), *bound)}
-        self._attributes = Attributes(parts.values(), [*self._variables.objects, *owners])
+        others = [*self._variables.objects, *owners]
+        self._attributes = Attributes(parts.values(), others, region)
+        self.are_new = self.buffers.are_new or self._attributes.are_to_be_watched
         self._members = Members(modules, leaves)
         self._modes = Modes()
         self._reads_all = _is_of_a_module(function)
