@@ -144,7 +144,7 @@ class _Before:
         if type(module).__module__.startswith(_INERT):
             return
         known = _known_of(module).get(self._is_training)
-        self._is_first = known is None or region not in known.regions
+        self._is_first = known is None or not known.regions.include(region)
         self._is_new = known is None or self._is_first or known.size != len(self._values)
         names: Iterable[str] = self._values
         if known is not None:

@@ -107,7 +107,8 @@ class Buffers:
                 self._kept += (_Kept(own, name, x.detach().clone()) for name, x in every)
                 continue
             noted = _written.beside(module).get(module, {}).get(module.training)
-            written = None if noted is None or self._region not in noted.regions else noted.names
+            is_known = noted is not None and noted.regions.include(self._region)
+            written = noted.names if noted is not None and is_known else None
             is_norm = isinstance(module, _NormBase)
             # A norm in training does not read its statistics.
             is_read = written is None or not is_norm or module in _is_read.beside(module)

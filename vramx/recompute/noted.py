@@ -45,7 +45,7 @@ class Noted(Generic[Value]):
 
 RegionKind = tuple[int, int]  # see kind_of
 ANY_REGION: RegionKind = (0, 0)
-# More of them have code that is made anew in each step: those are taken for new each time.
+# What so many have shown holds for all: their code may be made anew in each step.
 MOST_REGIONS = 64
 
 
@@ -70,6 +70,8 @@ class Regions(set[RegionKind]):
     """Kinds of regions, by their ids: of one that is gone another may have them."""
 
     def note(self, region: RegionKind) -> None:
-        if len(self) >= MOST_REGIONS:
-            self.clear()
-        self.add(region)
+        if len(self) < MOST_REGIONS:
+            self.add(region)
+
+    def include(self, region: RegionKind) -> bool:
+        return region in self or len(self) >= MOST_REGIONS
