@@ -275,3 +275,39 @@ def test_a_generator_that_comes_after_the_first_call_is_set_back(
         change(numpy.random.default_rng(0))
         found += torch.autograd.grad(call(region, x * 1).sum(), x)
     assert torch.equal(*found)
+
+
+# Its globals are no module's: as of a script under cProfile, and of a file that was executed.
+STRAY = """
+import numpy as np
+from random import random
+from torch import nn
+
+def scaled(x):
+    return x * random() * np.random.rand()
+
+def region(x):
+    return scaled(x).square()
+
+class Scaling(nn.Module):
+    def forward(self, x):
+        return scaled(x).square()
+"""
+
+
+@pytest.mark.parametrize("name", ["__main__", "a file that is not among the modules", None])
+@pytest.mark.parametrize("of", ["region", "Scaling"])
+def test_generators_are_set_back_where_the_globals_of_a_region_are_no_modules(
+    of: str, name: str | None
+) -> None:
+    script: dict[str, Any] = {} if name is None else {"__name__": name}
+    exec(STRAY, script)
+    region = script[of]() if of == "Scaling" else script[of]
+    found = []
+    for call in (plain, functools.partial(vramx.checkpoint, level="keep")):
+        random.seed(0)
+        numpy.random.seed(0)
+        leaf = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).requires_grad_()
+        y = call(region, leaf * 1)
+        found.append([*torch.autograd.grad(y.sum(), leaf), torch.tensor(random.random())])
+    check_near(*found, "keep")

@@ -5,13 +5,15 @@ Streams are stand-ins here; tests/gpu/test_compress_gpu.py has real ones.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as functional
-from compress_tools import input_of
+from compress_tools import check_that_nothing_is_left, input_of
 
 import vramx
 from vramx.compression import lifetime
@@ -138,3 +140,28 @@ def test_what_runs_again_records_the_pack_that_it_reads(recorded: set[int]) -> N
     recorded.clear()
     y.sum().backward()
     assert address(normed.kept.buffer) in recorded
+
+
+class _Remembering(torch.nn.Module):
+    """Holds what it returned last, as a module with a weight norm holds a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Dropout(0.5)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.layers(x)
+        return self.last
+
+
+def test_a_module_that_holds_a_graph_of_its_own_goes_with_its_last_reference() -> None:
+    module = vramx.compressed_activations(_Remembering(), min_bytes=0)
+    module(input_of(32, 64))
+    assert vramx.compression_stats(module).packed.tensors
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+    check_that_nothing_is_left()

@@ -2,8 +2,9 @@
 
 A region that draws from them, or from a torch.Generator of its own, would draw other numbers when
 it is recomputed, and have the gradient of another function. Set back are the generators of the
-process, where the files that the region's code is written in name them; and those that the
-function, its arguments and its modules have. To ask and to set a state takes up to 30 microseconds,
+process, where the files that the region's code is written in name them, also those that no module
+stands for, as of a script under a profiler; and those that the function, its arguments and its
+modules have. To ask and to set a state takes up to 30 microseconds,
 and nothing where there is none.
 """
 
@@ -25,6 +26,7 @@ from vramx.patch.of_classes import found_of
 from vramx.patch.references import is_filled, parts_of
 from vramx.recompute.buffers import reached_from
 
+_Some = tuple[Any, ...]
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
 
 
@@ -61,7 +63,7 @@ def _found(
     functions: Iterable[Callable[..., Any]], modules: Iterable[nn.Module], held: Iterable[Any]
 ) -> Iterator[Any]:
     yield from filter(is_generator, held)
-    files, named, closures = _of_classes(*map(type, modules))
+    files, named, closures, strays = _of_classes(*map(type, modules))
     yield from named
     for method in closures:
         yield from map(_generator_of, parts_of(method()))
@@ -69,25 +71,48 @@ def _found(
         if isinstance(part, FunctionType):
             yield from map(_generator_of, _named_by(part))
             files |= {part.__module__}
+            strays += (weakref.ref(part),) if _is_stray(part) else ()
         elif is_generator(part):
             yield part
     for file in files:
         known = vars(sys.modules[file]) if file in sys.modules else {}
         for name in _names(file, len(known)):
             yield _generator_of(known.get(name))
+    for stray in strays:
+        known = getattr(stray(), "__globals__", {})
+        for name in _names_of_stray(stray, len(known)):
+            yield _generator_of(known.get(name))
 
 
 @found_of
-def _of_classes(*classes: type) -> tuple[frozenset[str], tuple[Any, ...], tuple[Any, ...]]:
+def _of_classes(*classes: type) -> tuple[frozenset[str], _Some, _Some, _Some]:
     """Return the files of classes, and the generators that their methods name by themselves.
 
-    And, weakly, the methods that close over one, or over what may become one.
+    And, weakly, the methods that close over one, or over what may become one, and those whose
+    globals are no module's.
     """
     every = {each for cls in classes for each in cls.__mro__ if not _is_torchs(each.__module__)}
     methods = [method for cls in every for method in vars(cls).values()]
     named = [_generator_of(each) for method in methods for each in _named_by(method)]
     closures = (weakref.ref(each) for each in methods if _may_close_over_one(each))
-    return frozenset(cls.__module__ for cls in every), tuple(named), tuple(closures)
+    strays = {id(each.__globals__): weakref.ref(each) for each in methods if _is_stray(each)}
+    files = frozenset(cls.__module__ for cls in every)
+    return files, tuple(named), tuple(closures), tuple(strays.values())
+
+
+def _is_stray(function: Any) -> bool:
+    """Whether the globals of a function are no module's that can be found by name.
+
+    As of a script that cProfile runs, a file that is executed, or one that is loaded and not put
+    among the modules. A decorator's wrapper has another file's name, and is not meant.
+    """
+    if not isinstance(function, FunctionType):
+        return False
+    names = function.__globals__
+    if names.get("__name__", function.__module__) != function.__module__:
+        return False
+    module = sys.modules.get(function.__module__)
+    return getattr(module, "__dict__", None) is not names
 
 
 def _may_close_over_one(method: Any) -> bool:
@@ -110,11 +135,24 @@ def _names(file: str, count: int) -> tuple[str, ...]:
 
     Of so many: a notebook gets new ones as it goes on, and names of objects others.
     """
-    if not count or _is_torchs(file):
+    if not count or file == "builtins" or _is_torchs(file):
         return ()
-    named = vars(sys.modules[file]).items()
+    return _names_in(vars(sys.modules[file]))
+
+
+@lru_cache(maxsize=1024)
+def _names_of_stray(stray: weakref.ref[Any], count: int) -> tuple[str, ...]:
+    """Return those among a function's globals; of so many, as above."""
+    if not count:
+        return ()
+    return _names_in(getattr(stray(), "__globals__", {}))
+
+
+def _names_in(named: dict[str, Any]) -> tuple[str, ...]:
     return tuple(
-        name for name, x in named if not isinstance(x, _LASTING) or _generator_of(x) is not None
+        name
+        for name, x in named.items()
+        if not isinstance(x, _LASTING) or _generator_of(x) is not None
     )
 
 
@@ -139,7 +177,7 @@ def _generator_of(value: Any) -> Any:
 
 
 def _is_torchs(file: str) -> bool:
-    return file.partition(".")[0] in ("torch", "builtins", "vramx")
+    return file.partition(".")[0] in ("torch", "vramx")
 
 
 def is_generator(value: Any) -> bool:

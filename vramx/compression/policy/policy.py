@@ -12,6 +12,7 @@ rule asks of a tensor or a call must be in the keys of looks.py.
 
 from __future__ import annotations
 
+import weakref
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -120,7 +121,8 @@ class SavePolicy:
         self._options = options
         self._only_weights = only_weights
         self._bits = BITS.get(options.level, 0)
-        self._module = module
+        # Weakly: a graph holds the hooks, and a module may hold its graph, as a weight norm does.
+        self._module = None if module is None else weakref.ref(module)
         self.min_bytes = max(1, int(options.min_bytes))
         self._by_operation, plain = _tables(options)
         self._plain = {} if only_weights else plain
@@ -278,10 +280,11 @@ class SavePolicy:
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Whether the memory is of the module's parameters or buffers, which the module holds."""
-        if self._module is None:
-            return False
         if self._owned is None:
-            self._owned = storages_of(self._module)
+            module = None if self._module is None else self._module()
+            if module is None:
+                return False
+            self._owned = storages_of(module)
         return storage._cdata in self._owned
 
 
