@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -75,13 +76,23 @@ def test_the_batch_and_its_views_take_no_memory(view: str) -> None:
 
 
 def test_what_the_pass_computes_without_a_gradient_is_packed() -> None:
-    """Nobody else holds what a frozen layer returns, what is drawn inside, or a batch's cast."""
+    """Nobody else holds what a frozen layer returns, or a batch's cast."""
     frozen, layer = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)
     x = torch.randn(8, 64)
     assert saved_reason(lambda: layer(frozen(x))) == {"packed": 1}
-    assert saved_reason(lambda: input_of(8, 64) * torch.randn(8, 64))["packed"] == 1
     with torch.autocast("cpu", torch.bfloat16):
         assert saved_reason(lambda: layer(x)).get("packed") == 1
+
+
+@pytest.mark.parametrize("times", [torch.mul, lambda x, y: torch.addcmul(x, x, y)])
+def test_a_factor_that_the_pass_computes_without_a_gradient_is_exact(times: Any) -> None:
+    """A program makes it as far from even as it likes."""
+    factor = torch.rand(64, 64).index_fill(1, torch.arange(0, 64, 8), 1e10)
+    x = input_of(64, 64)
+    with compress(min_bytes=0):
+        y = times(x * 1.0, factor * 1.0)
+    expected = torch.autograd.grad(times(x * 1.0, factor * 1.0).sum(), x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected[0])
 
 
 def test_a_change_of_the_batch_before_backward_is_an_error_as_in_torch() -> None:

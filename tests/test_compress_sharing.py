@@ -73,7 +73,7 @@ def memory_used_again() -> bool:
             memory.fill(value)
             x = torch.from_numpy(memory).view(32, 32)
             assert x._version == 0
-            products.append((x * weight).sum())
+            products.append((x @ weight).mean(0).sum())
             del x
     (found,) = torch.autograd.grad(products[0] + products[1], weight)
     # 1 and 5 are within half a step of what is decoded; mistaken for each other, 4 off.

@@ -232,6 +232,9 @@ class SavePolicy:
         if operation.name in RECURRENT and _is_of_kernel(tensor, operation):
             return _KEPT[POLICY]
         exact = operation.needs_exact or is_result(tensor)
+        # A constant may be as far from even as a program likes: distances along a ray, whose last
+        # one is 1e10, hide all others of a group.
+        exact = exact or (operation.name in FACTORS and not tensor.requires_grad)
         exact = exact or any(graph_of_factor(tensor, operation))
         return _KEPT[POLICY] if exact else _CHOICES[self._bits]
 
