@@ -4,8 +4,8 @@ A region that draws from them, or from a torch.Generator of its own, would draw 
 it is recomputed, and have the gradient of another function. Set back are the generators of the
 process, where the files that the region's code is written in name them, also those that no module
 stands for, as of a script under a profiler; and those that the function, its arguments and its
-modules have. To ask and to set a state takes up to 30 microseconds,
-and nothing where there is none.
+modules have. To ask and to set a state takes up to 30 microseconds, and nothing where there is
+none.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _found(
             yield _generator_of(known.get(name))
     for stray in strays:
         known = getattr(stray(), "__globals__", {})
-        for name in _names_of_stray(stray, len(known)):
+        # A reference to what is gone has no hash.
+        for name in _names_of_stray(stray, len(known)) if known else ():
             yield _generator_of(known.get(name))
 
 
