@@ -34,7 +34,7 @@ def test_out_of_memory_says_what_was_asked_and_what_is_there_and_changes_nothing
     with pytest.raises(MemoryError, match=asked) as e:
         device.allocate(16 * MIB)
     assert "holds 24.00 MiB: 24.00 MiB live and 0 bytes free" in str(e.value)
-    assert "The device has 32.00 MiB, of which 8.00 MiB is free" in str(e.value)
+    assert "The device has a total capacity of 32.00 MiB of which 8.00 MiB is free" in str(e.value)
     assert (held(device), live(device), device.check()) == (24 * MIB, 24 * MIB, "")
     assert device.stats()["num_ooms"] == 1
     device.allocate(8 * MIB)

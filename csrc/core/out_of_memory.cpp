@@ -21,7 +21,9 @@ std::string OutOfMemory::message(int ordinal) const {
   std::string text = "CUDA out of memory. Tried to allocate " + binary(requested) + ". ";
   if (device.total) {
     text += ordinal < 0 ? "The device" : "GPU " + std::to_string(ordinal);
-    text += " has " + binary(device.total) + ", of which " + binary(device.free) + " is free. ";
+    // These are torch's own words: programs look for them.
+    text += " has a total capacity of " + binary(device.total) + " of which " +
+            binary(device.free) + " is free. ";
   }
   text += "vramx holds " + binary(held) + ": " + binary(live) + " live and " + binary(free) +
           " free in " + std::to_string(extents) + " pieces, the largest " + binary(largest_extent) +
