@@ -159,7 +159,7 @@ def attention_linear(
     sides = [] if behind.side is None else [behind.side]
     # The result is kept by torch's attention, so that nothing is won by a pack.
     exact = Compression(level="keep")
-    found = list[Tensor]()
+    found: list[Tensor] = []
     if weights or sides:
         found += linear.linears(y, weights, [behind.bias] * len(weights), exact, sides=sides)
     result = found.pop(0) if weights else y

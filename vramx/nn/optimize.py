@@ -3,8 +3,8 @@
 A block that is understood is computed as its family does (families/swap.py), which shares what its
 parts keep; nothing is copied, added or renamed, and vramx.restore() undoes it. What a block
 computes is its family's. Not thread-safe; costs milliseconds, and some hundredths
-of a second for a class that is met first; touches no tensor of the model, never waits for the
-device.
+of a second for a class that is met first, and for each block that has to be read. Touches no tensor
+of the model, but for the masks of blocks that are read, and waits for the device for those alone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from vramx.compression.asked import options_of
 from vramx.compression.config import Compression
 from vramx.errors import VramxWarning, refused
-from vramx.nn.families import family_of, head, known_base, projection, trial
+from vramx.nn.families import family_of, head, known_base, projection, reading, trial
 from vramx.nn.families.attention import KNOWN
+from vramx.nn.families.following import NotPlainError, Plan
 from vramx.nn.families.parts import can_repeat
+from vramx.nn.families.plain import PlainBlock
 from vramx.nn.families.questions import part_of, untouched
 from vramx.nn.families.swap import RECOMPUTE_MLP, Fusing, Settings, swap, unswap
 from vramx.nn.levels import LEFT, check_patterns, kept_by, levels_of, word_for
@@ -87,7 +89,9 @@ def optimize(
     Known are the blocks of Llama, Mistral, Qwen2, Qwen3, Gemma, GPT-2, BERT and ViT of
     transformers, the RMS norms of these outside of blocks, the blocks of timm's vision transformers
     and ConvNeXts, of the ResNets of timm, torchvision and transformers, with norms that are frozen
-    or not, and torch.nn.TransformerEncoderLayer. Of language models of transformers, in training
+    or not, and torch.nn.TransformerEncoderLayer. A block of no known class is read, once, by
+    torch.fx: one whose forward(x) adds attention and a feed-forward part behind norms is computed
+    as that, while it is as it was read. Of language models of transformers, in training
     and with labels, the loss is computed without logits, exactly; `logits` of the result are made
     where something uses them, and a warning names that. A class is swapped only where a small
     module of it, made by the installed release and run on the CPU once, computes the same both
@@ -124,7 +128,8 @@ def optimize(
 
     Memory: int8 keeps about a quarter of what a Llama of transformers does without, recompute_mlp
         an eighth.
-    Sync: none; with `verify`, the first calls wait for the device.
+    Sync: none, but where a mask of a block that is read is on the device; with `verify`, the first
+        calls wait for it.
     Error bound: results as the original's, to rounding; gradients as the fused functions' of
         vramx.nn say. Dropout draws other masks than the original would, of the same probability.
 
@@ -143,10 +148,13 @@ def optimize(
         unswap(module)
     rows, left = [], list[tuple[type[nn.Module], str]]()
     found_heads = {id(found.module): found for found in head.heads_of(model)}
-    for name, module, found in _visit(model, found_heads):
-        family, word = family_of(module), word_for(chosen, name)
+    for name, module, found in _visit(model, found_heads, chosen):
+        plan = found if isinstance(found, Plan) else None
+        family, word = PlainBlock if plan else family_of(module), word_for(chosen, name)
         of_head = found_heads.get(id(module))
-        why_not = found or ("its level says so" if word == LEFT else None)
+        why_not = found if isinstance(found, str) else None
+        if why_not is None and word == LEFT:
+            why_not = "its level says so"
         if why_not is None and of_head is not None:
             head.swap_head(of_head)
             rows.append(OptimizeRow(name, type(module).__name__, "keep", head.said_of(of_head)))
@@ -161,7 +169,9 @@ def optimize(
             ):
                 left.append((original_class(module), why_not or ""))
             continue
-        settings = Settings(word, kept_by(word, keep), unverified=verify, compares=compares(module))
+        settings = Settings(
+            word, kept_by(word, keep), unverified=verify, compares=compares(module), read=plan
+        )
         swap(module, family, settings)
         rows.append(OptimizeRow(name, type(module).__name__, *_done(module, word)))
         rows += _changed_parts(name, module)
@@ -183,32 +193,48 @@ def _warn_of(left: list[tuple[type[nn.Module], str]]) -> None:
 
 
 def _visit(
-    model: nn.Module, heads: Mapping[int, head.Head]
-) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Yield heads, blocks of known families, other leaves, and why not to swap them."""
+    model: nn.Module, heads: Mapping[int, head.Head], chosen: dict[str, str]
+) -> Iterator[tuple[str, nn.Module, Plan | str | None]]:
+    """Yield heads, blocks and other leaves, and why not to swap them or what they were read to be.
+
+    A block of no known family is read; one that could not be is yielded if it is one of several.
+    """
+    counts = Counter(type(module) for module in model.modules())
     inside: list[str] = []
     for name, module in list(model.named_modules()):
         if any(name.startswith(block) for block in inside):
             continue
+        found: Plan | str | None
         if id(module) in heads:
-            inside.append(f"{name}.")
-            yield name, module, head.why_not(heads[id(module)])
-            continue
-        family, no_head = family_of(module), head.why_no_head(module, heads)
-        if no_head is not None:
-            yield name, module, no_head
-            continue
-        if family is None:
-            base = known_base(module)
-            if base is not None:
-                yield name, module, f"its class is derived from {base.__name__}: not known"
-            elif next(module.children(), None) is None:
-                yield name, module, "it is of no known family"
-            continue
-        why_not = _why_not(module)
-        if why_not is None:
+            found, is_whole = head.why_not(heads[id(module)]), True
+        elif (no_head := head.why_no_head(module, heads)) is not None:
+            found, is_whole = no_head, False
+        elif family_of(module) is not None:
+            found = _why_not(module)
+            is_whole = found is None
+        else:
+            found = _unnamed(module, word_for(chosen, name), counts[type(module)] > 1)
+            is_whole = isinstance(found, Plan)
+            if found is None:
+                continue
+        if is_whole:
             inside.append(f"{name}." if name else "")
-        yield name, module, why_not
+        yield name, module, found
+
+
+def _unnamed(module: nn.Module, word: str, is_one_of_several: bool) -> Plan | str | None:
+    """Return what a module of no known family was read to be, or why it is left; None: no row."""
+    base = known_base(module)
+    if base is not None:
+        return f"its class is derived from {base.__name__}: not known"
+    if next(module.children(), None) is None:
+        return "it is of no known family"
+    if word == LEFT or not reading.may_be_plain(module):
+        return None
+    try:
+        return reading.read(module)
+    except NotPlainError as error:
+        return f"it is of no known family: {error}" if is_one_of_several else None
 
 
 def _why_not(module: nn.Module) -> str | None:

@@ -178,14 +178,14 @@ CHECK(Fixture, the_text_is_of_the_threads_own_failure) {
   REQUIRE(!take(3, 96_MiB));
   std::thread other([&] {
     EXPECT(!take(0, 80_MiB));
-    EXPECT(out_of_memory().starts_with(
-        "CUDA out of memory. Tried to allocate 80.00 MiB. "
-        "GPU 0 has a total capacity of 64.00 MiB of which"));
+    EXPECT(
+        out_of_memory().starts_with("CUDA out of memory. Tried to allocate 80.00 MiB. "
+                                    "GPU 0 has a total capacity of 64.00 MiB of which"));
   });
   other.join();
-  EXPECT(out_of_memory().starts_with(
-      "CUDA out of memory. Tried to allocate 96.00 MiB. "
-      "GPU 3 has a total capacity of 64.00 MiB of which"));
+  EXPECT(
+      out_of_memory().starts_with("CUDA out of memory. Tried to allocate 96.00 MiB. "
+                                  "GPU 3 has a total capacity of 64.00 MiB of which"));
 }
 
 }  // namespace vramx::process_checks::devices_claims

@@ -189,9 +189,10 @@ CHECK(Fixture, an_out_of_memory_report_is_the_callers_own) {
   REQUIRE(!allocator->allocate(kCapacity * 2, kA, &why).ok());
   EXPECT(why.requested == kCapacity * 2);
   const std::string text = why.message(3);
-  EXPECT(starts_with(text,
-                     "CUDA out of memory. Tried to allocate 128.00 MiB. GPU 3 has a total capacity of 64.00 MiB "
-                     "of which 64.00 MiB is free."));
+  EXPECT(starts_with(
+      text,
+      "CUDA out of memory. Tried to allocate 128.00 MiB. GPU 3 has a total capacity of 64.00 MiB "
+      "of which 64.00 MiB is free."));
   EXPECT(text.find('\n') == std::string::npos);
   EXPECT(text.find("higher limit") == std::string::npos);
   allocator->set_limit(kPiece);

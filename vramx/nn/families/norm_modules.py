@@ -57,24 +57,44 @@ def normed_by(
     weight: Any = own(norm, "weight")
     if weight is not None and not plain_tensor(weight):
         return None
-    # Under autocast the sum has the type of the residual stream, and of the norm's weight. That is
-    # not worth an operator where nothing is packed or dropped.
-    x = sources.x
-    dtype = sum_dtype(x, sources.residual) if keep.packs or sources.p else x.dtype
     if name == GEMMA_NORM:
         return norm_as(sources, (1.0 + weight.float(), None), (norm.eps, False), keep)
     if type(norm) is nn.LayerNorm or (name == TIMM_NORM and not norm._fast_norm):
-        fits = _fits(weight, dtype) or _widens(weight, x, dtype, keep)
-        if len(norm.normalized_shape) != 1 or not fits:
+        if len(norm.normalized_shape) != 1:
             return None
-        asks = into and torch.is_autocast_enabled(x.device.type)
-        asks = asks and all(projection_of(module).weight is not None for module in into)
-        result = autocast_dtype(x) if asks else None
-        bias = own(norm, "bias")
-        return norm_as(sources, (weight, bias), (norm.eps, True), keep, result)
-    if name in RMS_NORMS and _fits(weight, dtype):
+        return layer_normed((weight, own(norm, "bias"), norm.eps), sources, keep, into)
+    if name in RMS_NORMS and _fits(weight, _dtype_of_sum(sources, keep)):
         return norm_as(sources, (weight, None), (norm.variance_epsilon, False), keep)
     return None
+
+
+def layer_normed(
+    terms: tuple[Tensor | None, Tensor | None, float],
+    sources: Sources,
+    keep: Compression,
+    into: Sequence[nn.Module] = (),
+) -> Normed | None:
+    """Return a layer norm's result by its weight, bias and eps; None for what is not understood."""
+    weight, bias, eps = terms
+    if weight is not None and not plain_tensor(weight):
+        return None
+    x, dtype = sources.x, _dtype_of_sum(sources, keep)
+    if not _fits(weight, dtype) and not _widens(weight, x, dtype, keep):
+        return None
+    asks = into and torch.is_autocast_enabled(x.device.type)
+    asks = asks and all(projection_of(module).weight is not None for module in into)
+    result = autocast_dtype(x) if asks else None
+    return norm_as(sources, (weight, bias), (eps, True), keep, result)
+
+
+def _dtype_of_sum(sources: Sources, keep: Compression) -> torch.dtype:
+    """Return the type of what is normalised.
+
+    Under autocast the sum has the type of the residual stream, and of the norm's weight. That is
+    not worth an operator where nothing is packed or dropped.
+    """
+    x = sources.x
+    return sum_dtype(x, sources.residual) if keep.packs or sources.p else x.dtype
 
 
 def _fits(weight: Tensor | None, dtype: torch.dtype) -> bool:
@@ -82,12 +102,12 @@ def _fits(weight: Tensor | None, dtype: torch.dtype) -> bool:
     return weight is None or weight.dtype == dtype
 
 
-def _widens(weight: Tensor, x: Tensor, dtype: torch.dtype, keep: Compression) -> bool:
+def _widens(weight: Tensor | None, x: Tensor, dtype: torch.dtype, keep: Compression) -> bool:
     """Tell whether autocast gives torch's layer norm a copy of x, and a pack can be in its place.
 
     Its weights are in float32 then, as is the copy, which torch keeps. What lives for one block's
     backward is not worth an operator.
     """
-    half = dtype in HALVES and weight.dtype == torch.float32
+    half = dtype in HALVES and weight is not None and weight.dtype == torch.float32
     packs = keep.packs and not passes.saves_are_brief()
     return half and packs and torch.is_autocast_enabled(x.device.type)

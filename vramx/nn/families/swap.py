@@ -68,6 +68,7 @@ class Settings:
     unverified: bool = False
     # Whether it has a ReLU, say: what is recomputed of it needs its input exactly.
     compares: bool = False
+    read: Any = None  # of a block that no family names, the reading.Plan
 
 
 class Fused:
@@ -86,6 +87,8 @@ class Fused:
 
     # Whether the levels that recompute say something to it.
     RECOMPUTES: ClassVar[bool] = True
+    # Whether it is known by what its forward was read to compute, and not by a class.
+    IS_READ: ClassVar[bool] = False
 
     _vramx: Patch
     _vramx_original: ClassVar[type[nn.Module]]
@@ -214,6 +217,8 @@ def swap(module: nn.Module, family: type[Fused], settings: Settings) -> None:
     outer = dict.fromkeys(
         path.rsplit(".", cut)[0] for path in family.PARTS for cut in range(path.count("."), 0, -1)
     )
+    if settings.read is not None:
+        outer = dict.fromkeys(filter(None, settings.read.through))
     kinds = tuple((path, original_class(part_of(module, path))) for path in outer)
     for cls in (original_class(module), *(cls for _, cls in kinds)):
         questions.note_functions(cls)

@@ -1,0 +1,488 @@
+"""Blocks that no family names: what is read of them, what is not, and that both compute the same.
+
+The block here has everything that programs of others do in another way, an option each.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from norm_tools import held_bytes
+from optimize_tools import ROUNDING
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+import vramx
+from vramx.nn.families import following
+
+WIDTH, HEADS, SIZE, TOKENS = 64, 4, 16, 24
+
+
+class OwnNorm(nn.Module):
+    """A layer norm whose bias is optional."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.bias = nn.Parameter(torch.randn(WIDTH)) if bias else None
+
+    def forward(self, given: Tensor) -> Tensor:
+        return F.layer_norm(given, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class NormByHand(nn.Module):
+    """A layer norm in steps of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+        return self.scale * (x - mean) / torch.sqrt(variance + 1e-5)
+
+
+class Swish(nn.Module):
+    """An activation that no one knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.7 * x)
+
+
+class DropPath(nn.Module):
+    """Drops all of a row's branch, as stochastic depth does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.arange(x.shape[0], device=x.device) != 0
+        return x * kept.view(-1, 1, 1) * 1.5
+
+
+class LayerScale(nn.Module):
+    """Scales each channel of a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class Attention(nn.Module):
+    """Attention with one projection or three, by torch's function or by its parts."""
+
+    def __init__(self, how: SimpleNamespace) -> None:
+        super().__init__()
+        self.how = how
+        self.heads = HEADS
+        self.window = how.window
+        self.factor = SIZE**-0.5
+        kv = HEADS // 2 if how.grouped else HEADS
+        self.few = kv
+        if how.one:
+            self.qkv = nn.Linear(WIDTH, (HEADS + 2 * kv) * SIZE)
+        else:
+            self.q, self.k, self.v = (nn.Linear(WIDTH, n * SIZE) for n in (HEADS, kv, kv))
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(how.attention_dropout)
+        self.q_norm = nn.LayerNorm(SIZE) if how.query_norm else nn.Identity()
+        self.out_drop = nn.Dropout(how.dropout)
+        tril = torch.ones(64, 64).tril().view(1, 1, 64, 64)
+        self.register_buffer("tril", tril)
+        self.register_buffer("later", 1 - tril[0, 0])
+        self.register_buffer("band", tril.triu(-how.window))
+
+    def projected(self, x: Tensor) -> list[Tensor]:
+        rows, tokens, _ = x.shape
+        if not self.how.one:
+            found = [(self.q(x), self.heads), (self.k(x), self.few), (self.v(x), self.few)]
+            return [y.view(rows, tokens, n, -1).transpose(1, 2) for y, n in found]
+        if self.how.interleaved:
+            y = self.qkv(x).reshape(rows, tokens, self.heads, 3, -1)
+            q, k, v = y.permute(3, 0, 2, 1, 4).unbind(0)
+            return [q, k, v]
+        if self.how.grouped:
+            sizes = [self.heads * SIZE, self.few * SIZE, self.few * SIZE]
+            q, k, v = self.qkv(x).split(sizes, -1)
+            return [y.unflatten(-1, (-1, SIZE)).transpose(1, 2) for y in (q, k, v)]
+        y = self.qkv(x).reshape(rows, tokens, 3, self.heads, WIDTH // self.heads)
+        y = y.permute(2, 0, 3, 1, 4)
+        return [y[0], y[1], y[2]]
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        how = self.how
+        if how.torchs:
+            p = how.attention_dropout if self.training else 0.0
+            mask = None
+            if how.window:
+                mask = self.band[0, 0, : q.size(-2), : q.size(-2)].bool()
+            options = {"is_causal": how.causal and mask is None, "enable_gqa": how.grouped}
+            return F.scaled_dot_product_attention(q, k, v, mask, p, **options)
+        scores = (q * self.factor) @ k.transpose(-2, -1)
+        if how.causal:
+            tokens = q.shape[2]
+            if how.in_place:
+                scores.masked_fill_(self.later.bool()[:tokens, :tokens], -torch.inf)
+            else:
+                mask = (self.band if how.window else self.tril)[:, :, :tokens, :tokens]
+                scores = scores.masked_fill(mask == 0, float("-inf"))
+        return self.drop(scores.softmax(dim=-2 if how.other_softmax else -1)) @ v
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, width = x.shape
+        q, k, v = self.projected(x)
+        if self.how.swapped:
+            k, v = v, k
+        y = self.attended(self.q_norm(q), k, v)
+        if self.how.seen:
+            self.last = y
+        if not self.how.heads_first:
+            y = y.transpose(1, 2)
+        return self.out_drop(self.proj(y.reshape(rows, tokens, width)))
+
+
+class Block(nn.Module):
+    """A block that adds what attention and a feed-forward part make of norms."""
+
+    def __init__(self, how: SimpleNamespace) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second = self.norms()
+        self.attn = Attention(how)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH),
+            _ACTIVATIONS[how.activation](),
+            *([nn.Dropout(how.dropout)] if how.inner_dropout else []),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
+        self.path = DropPath() if how.path else nn.Identity()
+        self.scale = LayerScale() if how.layer_scale else nn.Identity()
+        self.share = 0.5
+
+    def norms(self) -> list[nn.Module]:
+        kinds: dict[str, Callable[[], nn.Module]] = {
+            "own": lambda: OwnNorm(bias=False),
+            "own_bias": lambda: OwnNorm(bias=True),
+            "torchs": lambda: nn.LayerNorm(WIDTH),
+            "rms": lambda: nn.RMSNorm(WIDTH, eps=1e-6),
+            "hand": NormByHand,
+        }
+        return [kinds[self.how.norm]() for _ in range(2)]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        how = self.how
+        branch = self.attn(self.first(x))
+        if mask is not None:
+            branch = branch * mask
+        if how.by_length and x.shape[1] > TOKENS:
+            branch = branch * 0
+        if how.half:
+            branch = self.share * branch
+        if how.writes:
+            seen = branch
+            branch *= 0.5
+            branch = branch + seen
+        middle = x + self.path(self.scale(branch))
+        if how.parallel:
+            return middle + self.mlp(self.second(x))
+        y = self.second(middle) if not how.post else middle
+        y = F.dropout(self.mlp(y), how.dropout, self.training)
+        y = self.path(self.scale(y))
+        y = y + middle
+        return self.second(y) if how.post else y
+
+
+_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU("tanh"),
+    "silu": nn.SiLU,
+    "relu": nn.ReLU,
+    "swish": Swish,
+}
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "norm": ("own", "own_bias", "torchs", "rms", "hand"),
+    "one": (True, False),
+    "torchs": (True, False),
+    "causal": (True, False),
+    "grouped": (False, True),
+    "swapped": (False, True),
+    "path": (False, True),
+    "layer_scale": (False, True),
+    "activation": ("gelu", "gelu_tanh", "silu", "relu", "swish"),
+    "inner_dropout": (False, True),
+    "in_place": (False, True),
+    "dropout": (0.0, 0.1),
+    "attention_dropout": (0.0, 0.1),
+}
+# What is not read, each by itself.
+_STRANGE = {
+    "interleaved": "another order",
+    "window": "uses attn.band",
+    "query_norm": "another order",
+    "other_softmax": "softmax",
+    "heads_first": "another order",
+    "parallel": "norms or its sums",
+    "post": "has norm",
+    "by_length": "cannot be traced",
+    "half": "not known there",
+    "seen": "changes its attributes",
+    "writes": "calls imul",
+}
+_OF_PARTS = ("other_softmax",)  # what attention by torch's function does not have
+
+
+def made(**options: Any) -> SimpleNamespace:
+    first = {name: choices[0] for name, choices in _CHOICES.items()}
+    return SimpleNamespace(**{**first, **dict.fromkeys(_STRANGE, False), **options})
+
+
+def model_of(how: SimpleNamespace) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(how), Block(how), nn.Linear(WIDTH, 3)).train()
+
+
+def results(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the result and all gradients, of a call without dropout."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    dropouts = [each for each in model.modules() if isinstance(each, nn.Dropout)]
+    probabilities = [each.p for each in dropouts]
+    for each in dropouts:
+        each.p = 0.0
+    y = model(x)
+    y.square().mean().backward()
+    for each, p in zip(dropouts, probabilities, strict=True):
+        each.p = p
+    gradients = [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+    return [y.detach(), *(g.clone() for g in gradients if g is not None)]
+
+
+def far(found: list[Tensor], expected: list[Tensor]) -> float:
+    assert len(found) == len(expected)
+    largest = max(float(b.norm()) for b in expected)
+    pairs = zip(found, expected, strict=True)
+    return max(float((a - b).norm() / (b.norm() + 1e-3 * largest)) for a, b in pairs)
+
+
+def batch(tokens: int = TOKENS) -> Tensor:
+    return torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def fused_blocks(report: vramx.OptimizeReport) -> int:
+    return sum("PlainBlock" in row.reason for row in report.rows)
+
+
+# Each option but the first by itself, and pairs of them.
+ONE = [{name: value} for name, values in _CHOICES.items() for value in values[1:]]
+PAIRS = [
+    {**a, **b}
+    for a, b in random.Random(0).sample(
+        [pair for pair in itertools.combinations(ONE, 2) if not pair[0].keys() & pair[1].keys()], 24
+    )
+]
+
+
+def _is_possible(options: dict[str, Any]) -> bool:
+    how = made(**options)
+    return not (how.grouped and not how.torchs)
+
+
+@pytest.mark.parametrize("options", [{}, *filter(_is_possible, ONE + PAIRS)], ids=str)
+def test_a_plain_block_computes_the_same_at_every_level(options: dict[str, Any]) -> None:
+    how = made(**{**options, "dropout": 0.0, "attention_dropout": 0.0})
+    model, x = model_of(how), batch()
+    expected = results(model, x)
+    for level in ("keep", "recompute_all"):
+        report = vramx.optimize(model, level, rounding="nearest")
+        assert fused_blocks(report) == 2
+        bound = ROUNDING if level == "keep" else 0.05
+        assert far(results(model, x), expected) < bound
+    vramx.restore(model)
+    assert far(results(model, x), expected) == 0
+
+
+@pytest.mark.parametrize("strange", _STRANGE)
+@pytest.mark.parametrize("tokens", [TOKENS, TOKENS + 8])
+def test_what_is_not_known_is_named_and_computed_as_it_was(strange: str, tokens: int) -> None:
+    value = 4 if strange == "window" else True
+    options = {strange: value, "torchs": strange not in _OF_PARTS}
+    model, x = model_of(made(**options)), batch(tokens)
+    expected = results(model, x)
+    attributes = [dict(vars(part)) for part in model.modules() if not hasattr(part, "last")]
+    report = vramx.optimize(model, "keep")
+    assert fused_blocks(report) == 0
+    reasons = [row.reason for row in report.left if row.module == "Block"]
+    assert len(reasons) == 2
+    assert all(_STRANGE[strange] in reason for reason in reasons)
+    assert far(results(model, x), expected) == 0
+    if strange != "seen":
+        assert [dict(vars(part)) for part in model.modules()] == attributes
+
+
+def test_a_window_in_a_mask_of_its_own_is_seen() -> None:
+    for torchs in (True, False):
+        model = model_of(made(window=4, torchs=torchs))
+        assert fused_blocks(vramx.optimize(model)) == 0
+
+
+def test_reading_leaves_a_module_as_it_was() -> None:
+    """One that keeps its last result is not given one by a trace, and trains or not as before."""
+    model = model_of(made(seen=True)).eval()
+    vramx.optimize(model)
+    assert not any(hasattr(part, "last") for part in model.modules())
+    assert not any(part.training for part in model.modules())
+
+
+def test_int8_keeps_less_with_the_gradients() -> None:
+    model, x = model_of(made(torchs=False, causal=False)), batch(256)
+    expected, whole = results(model, x), held_bytes(lambda: model(x))
+    vramx.optimize(model, "int8", min_bytes=0)
+    found = results(model, x)
+    assert far(found[:1], expected[:1]) < ROUNDING
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        assert F.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999
+    assert held_bytes(lambda: model(x)) < whole / 4
+
+
+def test_dropout_is_that_of_the_block() -> None:
+    """As many elements as the probability says are dropped, and none in evaluation."""
+    how = made(dropout=0.5, norm="torchs")
+    block = Block(how).train()
+    with torch.no_grad():
+        block.attn.proj.weight.zero_()
+        block.attn.proj.bias.fill_(1.0)
+        block.mlp[2].weight.zero_()
+        block.mlp[2].bias.zero_()
+    model = nn.Sequential(block)
+    assert fused_blocks(vramx.optimize(model, "keep")) == 1
+    x = torch.zeros(4, 512, WIDTH, requires_grad=True)
+    y = model(x)
+    assert set(y.detach().unique().tolist()) == {0.0, 2.0}
+    assert abs(float((y == 0).float().mean()) - 0.5) < 0.01
+    assert torch.equal(model.eval()(x), torch.ones_like(x))
+
+
+@pytest.mark.parametrize(
+    "change", ["constant", "config", "hook", "forward", "argument", "identity"]
+)
+def test_what_changes_after_it_was_read_is_computed_as_it_is(change: str) -> None:
+    how = made(torchs=False, causal=change.startswith("table"))
+    model, x = model_of(how), batch()
+    assert fused_blocks(vramx.optimize(model, "keep")) == 2
+    twin = copy.deepcopy(model)
+    vramx.restore(twin)
+    for each in (model, twin):
+        block: Any = each[0]
+        if change == "constant":
+            block.attn.factor = 0.7
+        elif change == "config":
+            block.attn.how.causal = block.how.causal = True
+        elif change == "hook":
+            block.mlp.register_forward_hook(lambda *args: 2 * args[2])
+        elif change == "table":
+            block.attn.tril.triu_(-3)
+        elif change == "tables":
+            block.attn.tril = block.attn.tril.triu(-3)
+        elif change == "forward":
+            block.attn.forward = lambda x: 3 * x
+        elif change == "argument":
+            each.forward = lambda x, each=each: each[0](x, torch.full((1,), 3.0))
+        else:
+            block.path = DropPath()
+    assert far(results(model, x), results(twin, x)) < ROUNDING  # the other block is fused
+
+
+def test_parts_are_found_where_they_are() -> None:
+    """Another Linear, norm or activation in a part's place is the one that is computed with."""
+    model, x = model_of(made()), batch()
+    vramx.optimize(model, "keep")
+    twin = copy.deepcopy(model)
+    vramx.restore(twin)
+    for each in (model, twin):
+        torch.manual_seed(3)
+        block: Any = each[0]
+        block.attn.proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        block.mlp[1] = nn.Tanh()
+        block.mlp[2] = nn.Sequential(nn.Linear(4 * WIDTH, WIDTH), nn.Tanh())
+    assert far(results(model, x), results(twin, x)) < ROUNDING
+
+
+def test_copies_pickles_and_states_are_the_blocks() -> None:
+    model, x = model_of(made()), batch()
+    names = list(model.state_dict())
+    expected = results(model, x)
+    vramx.optimize(model, "keep")
+    assert list(model.state_dict()) == names
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert far(results(copied, x), expected) < ROUNDING
+        assert "PlainBlock" in str(vramx.report(copied))
+        vramx.restore(copied)
+        assert far(results(copied, x), expected) == 0
+
+
+@pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp", "recompute_all"])
+def test_dropout_between_the_linears_is_called_where_it_is(level: str) -> None:
+    """Then the feed-forward part is computed as it is written."""
+    how = made(dropout=0.5, inner_dropout=True)
+    block = Block(how).train()
+    with torch.no_grad():
+        for linear in (block.mlp[0], block.mlp[3]):
+            linear.weight.copy_(torch.eye(*linear.weight.shape))
+            linear.bias.zero_()
+        block.attn.proj.weight.zero_()
+        block.attn.proj.bias.zero_()
+    block.how.dropout = 0.0  # of the function behind it
+    model = nn.Sequential(block)
+    assert fused_blocks(vramx.optimize(model, level)) == 1
+    x = torch.randn(2, 256, WIDTH, generator=torch.Generator().manual_seed(0))
+    y = model(x.requires_grad_()) - x
+    assert abs(float((y == 0).float().mean()) - 0.5) < 0.02
+
+
+def test_verify_agrees() -> None:
+    model, x = model_of(made(torchs=False)), batch()
+    vramx.optimize(model, "keep", verify=True)
+    results(model, x)
+    assert "PlainBlock" in str(vramx.report(model))
+
+
+def test_levels_by_name_and_what_is_left() -> None:
+    model = model_of(made())
+    report = vramx.optimize(model, {"0": "recompute_mlp", "1": "left"})
+    assert [(row.name, row.done) for row in report.swapped] == [("0", "recompute_mlp")]
+
+
+def test_a_known_family_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "follow", None)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    assert len(vramx.optimize(nn.Sequential(layer)).swapped) == 1
+
+
+def test_in_a_compiled_graph() -> None:
+    model, x = model_of(made(torchs=False)), batch()
+    expected = results(model, x)
+    vramx.optimize(model, "keep")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert far(results(compiled, x), expected) < ROUNDING
+
+
+@pytest.mark.parametrize("norm", ["own", "torchs", "hand"])
+def test_under_autocast(norm: str) -> None:
+    """The residual stream has the weights' type, as in the original."""
+    model, x = model_of(made(norm=norm)), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = results(model, x)
+        for level, least in (("keep", 0.999), ("int8", 0.998)):
+            assert fused_blocks(vramx.optimize(model, level, min_bytes=0)) == 2
+            found = results(model, x)
+            assert [each.dtype for each in found] == [each.dtype for each in expected]
+            for a, b in zip(found, expected, strict=True):
+                assert F.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0) > least

@@ -1,0 +1,233 @@
+"""What a block computes that no family names, read from a trace of its forward.
+
+torch.fx records the forward once, for tensors of any size: what asks a tensor for its numbers, or
+takes another way by a shape, cannot be recorded, and is not read. following.py then says what the
+record computes. Nothing is computed on the block's device, and the block is as it was. Some ten
+milliseconds a block; not thread-safe.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+from vramx.compression.fakes import PLAIN
+from vramx.nn.families.following import (
+    NotPlainError,
+    Plan,
+    follow,
+    is_linear,
+    is_opaque,
+    is_table,
+)
+from vramx.nn.families.questions import part_of, untouched
+from vramx.patch.module import original_class
+
+_FEWEST_LINEARS, _MOST_LINEARS, _MOST_PARTS = 4, 6, 32
+_SIZES = ((2, 3), (3, 5))  # rows and tokens with which a record is followed
+_PLAIN = (int, float, bool, str, type(None))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_MISSING = object()
+_IN_PLACE = (
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+    *("iand", "ior", "ixor", "ilshift", "irshift"),
+)
+
+
+def may_be_plain(module: nn.Module) -> bool:
+    """Tell whether a module may be a block, by the number of its parts and what it takes."""
+    parts, waiting, linears = 0, [module], 0
+    while waiting and parts <= _MOST_PARTS:
+        part = waiting.pop()
+        parts += 1
+        linears += is_linear(part)
+        waiting += () if is_linear(part) else part.children()
+    fits = not waiting and _FEWEST_LINEARS <= linears <= _MOST_LINEARS
+    return fits and next((p.name for p in _parameters_of(module)), "") == "x"
+
+
+def read(module: nn.Module) -> Plan:
+    """Return what a block computes in training.
+
+    Raises:
+        NotPlainError: something else than a Plan says, or nothing that can be read.
+    """
+    others = _parameters_of(module)[1:]
+    if any(p.default is p.empty or p.kind is p.POSITIONAL_ONLY for p in others):
+        raise NotPlainError("its forward takes more than x")
+    for part in module.modules():
+        is_called = type(part).forward is not nn.Module.forward
+        if original_class(part) is not type(part) or (is_called and not untouched(part)):
+            raise NotPlainError(f"its {type(part).__name__} has hooks or another forward")
+    graph, through = _traced(module)
+    plans = [follow(graph, module, *sizes) for sizes in _SIZES]
+    if repr(plans[0]) != repr(plans[1]):
+        raise NotPlainError("what it computes depends on the shape")
+    constants = tuple(each for path in through for each in _constants_of(module, path))
+    defaults = {p.name: p.default for p in others}
+    return plans[0]._replace(through=through, constants=constants, defaults=defaults)
+
+
+def is_as_read(module: Any, plan: Plan) -> bool:
+    """Tell whether the parts that were read have no hooks, and attributes are what they were."""
+    for path, known in plan.constants:
+        part = part_of(module, path)
+        if path and isinstance(part, nn.Module) and not untouched(part):
+            return False
+        state = getattr(part, "__dict__", {})
+        for name, value in known:
+            if state.get(name, _MISSING) != value:
+                return False
+    if not all(_may_be_table(part_of(module, path)) for path in plan.tables):
+        return False
+    named: dict[str, type] = dict.fromkeys(plan.nothing, nn.Identity)
+    if isinstance(plan.attention.dropout, str):
+        named[plan.attention.dropout] = nn.Dropout
+    for path, cls in named.items():
+        part = part_of(module, path)
+        if type(part) is not cls or not untouched(part):
+            return False
+    return True
+
+
+def _may_be_table(buffer: Any) -> bool:
+    """Tell whether a buffer is a table; one of a prediction, without numbers, is taken for one."""
+    return (type(buffer) is not Tensor and type(buffer) in PLAIN) or is_table(buffer)
+
+
+def _parameters_of(module: nn.Module) -> list[inspect.Parameter]:
+    return list(inspect.signature(type(module).forward).parameters.values())[1:]
+
+
+def _constants_of(module: Any, path: str) -> Iterator[tuple[str, tuple[tuple[str, Any], ...]]]:
+    """Yield the plain attributes of a module, and of objects in its attributes, as of a config."""
+    state = part_of(module, path).__dict__
+    found = [(k, v) for k, v in state.items() if k not in _OF_EVERY_MODULE]
+    yield path, tuple((k, v) for k, v in found if type(v) in _PLAIN)
+    for name, held in found:
+        within = [(k, v) for k, v in getattr(held, "__dict__", {}).items() if type(v) in _PLAIN]
+        if within and not isinstance(held, (nn.Module, Tensor, type)):
+            yield f"{path}.{name}".lstrip("."), tuple(within)
+
+
+# -- The record ------------------------------------------------------------------------------------
+
+
+class _Caller(nn.Module):
+    """Calls a block with x alone; it gets the constants that a trace makes."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x)
+
+
+def _traced(module: nn.Module) -> tuple[Any, tuple[str, ...]]:
+    """Return the graph of a call in training, and the paths of the modules it went through."""
+    from torch import fx
+
+    through: dict[str, None] = {}
+
+    class Proxy(fx.Proxy):
+        """Records what is written in place, which torch.fx takes for an operation without."""
+
+    for name in _IN_PLACE:
+        setattr(Proxy, f"__{name}__", _recorded(getattr(operator, name)))
+
+    class Tracer(fx.Tracer):
+        proxy_buffer_attributes = True
+
+        def proxy(self, node: Any) -> Any:
+            return Proxy(node, self)
+
+        def is_leaf_module(self, m: nn.Module, path: str) -> bool:
+            leaf = is_linear(m) or super().is_leaf_module(m, path)
+            leaf = leaf or (is_opaque(m) and not _is_layer_norm(m))
+            if not leaf:
+                through[path.partition(".")[2]] = None
+            return leaf
+
+    with _unchanged(module):
+        try:
+            graph = Tracer().trace(_Caller(module))
+        except Exception as error:  # whatever a program does with what is no tensor
+            text = str(error).strip().partition("\n")[0]
+            raise NotPlainError(f"its forward cannot be traced: {text[:80]}") from None
+    return graph, tuple(through)
+
+
+def _recorded(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    return lambda proxy, other: proxy.tracer.create_proxy(
+        "call_function", function, (proxy, other), {}
+    )
+
+
+def _is_layer_norm(module: nn.Module) -> bool:
+    """Tell whether a module calls torch's layer norm, and no other function."""
+    from torch import fx
+
+    try:
+        graph = fx.Tracer().trace(_Caller(module))
+    except Exception:  # as above
+        return False
+    called = [n.target for n in graph.nodes if n.op in ("call_function", "call_method")]
+    return [each for each in called if each is not getattr] == [F.layer_norm]
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Have a module train, and as it was afterwards; one that a call changes is not read.
+
+    Raises:
+        NotPlainError: a call gives it another attribute, or changes a list or a dictionary.
+    """
+    before = [(part, _State(part)) for part in module.modules()]
+    for part, _ in before:
+        part.training = True
+    try:
+        yield
+    finally:
+        changed = [state.put_back(part) for part, state in before]
+    if any(changed):
+        raise NotPlainError("a call of it changes its attributes")
+
+
+class _State:
+    """A module's attributes, and what lists and dictionaries among them have."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.attributes = dict(part.__dict__)
+        held = [value for value in self.attributes.values() if type(value) in (dict, list)]
+        self.contents = [(value, _content_of(value)) for value in held]
+
+    def put_back(self, part: nn.Module) -> bool:
+        """Give a module what it had; return whether it had anything else."""
+        part.training = self.attributes["training"]
+        changed = _differs(part.__dict__, self.attributes)
+        part.__dict__.clear()
+        part.__dict__.update(self.attributes)
+        for container, content in self.contents:
+            if _differs(_content_of(container), content):
+                changed = True
+                container.clear()
+                if isinstance(container, list):
+                    container.extend(content.values())
+                else:
+                    container.update(content)
+        return changed
+
+
+def _content_of(container: Any) -> dict[Any, Any]:
+    return dict(container) if isinstance(container, dict) else dict(enumerate(container))
+
+
+def _differs(found: dict[Any, Any], known: dict[Any, Any]) -> bool:
+    return found.keys() != known.keys() or any(found[name] is not known[name] for name in known)
