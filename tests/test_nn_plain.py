@@ -466,12 +466,18 @@ def test_a_known_family_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(vramx.optimize(nn.Sequential(layer)).swapped) == 1
 
 
-def test_in_a_compiled_graph() -> None:
+def test_a_compiled_graph_sees_what_changes() -> None:
     model, x = model_of(made(torchs=False)), batch()
     expected = results(model, x)
     vramx.optimize(model, "keep")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert far(results(compiled, x), expected) < ROUNDING
+    block: Any = model[0]
+    block.attn.factor = 0.7
+    found = results(compiled, x)
+    assert far(found, expected) > 0.01
+    vramx.restore(model)
+    assert far(found, results(model, x)) < ROUNDING
 
 
 @pytest.mark.parametrize("norm", ["own", "torchs", "hand"])

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
@@ -36,10 +35,13 @@ class PlainBlock(Fused):
     IS_READ = True
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
-        plan = self._plan
-        others = plan.defaults
-        is_plain = call["x"].dim() == 3 and attention_is_torchs() and all_untouched(())
-        return is_plain and all(call.get(k, v) is v for k, v in others.items()) and is_read(self)
+        plan, x = self._plan, call["x"]
+        if x.dim() != 3 or not attention_is_torchs() or not all_untouched(()):
+            return False
+        for name, value in plan.defaults.items():
+            if call.get(name, value) is not value:
+                return False
+        return is_as_read(self, plan)
 
     def vramx_fused(self, x: Tensor, /, **_others: Any) -> Tensor:
         plan, keep = self._plan, self.vramx_settings.keep
@@ -105,12 +107,6 @@ def _through(x: Tensor, parts: Sequence[Any]) -> tuple[Tensor, Any]:
     for part in first:
         x = part(x)
     return x, last
-
-
-@torch.compiler.assume_constant_result
-def is_read(block: PlainBlock) -> bool:
-    """Tell whether a block is as it was read; a graph asks that once."""
-    return is_as_read(block, block._plan)
 
 
 def _normalised(

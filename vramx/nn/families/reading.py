@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
@@ -33,7 +34,6 @@ _FEWEST_LINEARS, _MOST_LINEARS, _MOST_PARTS = 4, 6, 32
 _SIZES = ((2, 3), (3, 5))  # rows and tokens with which a record is followed
 _PLAIN = (int, float, bool, str, type(None))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_MISSING = object()
 _IN_PLACE = (
     *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
     *("iand", "ior", "ixor", "ilshift", "irshift"),
@@ -75,14 +75,16 @@ def read(module: nn.Module) -> Plan:
 
 
 def is_as_read(module: Any, plan: Plan) -> bool:
-    """Tell whether the parts that were read have no hooks, and attributes are what they were."""
+    """Tell whether the parts that were read have no hooks, and attributes are what they were.
+
+    In a graph it is asked once, and what it reads is guarded.
+    """
     for path, known in plan.constants:
         part = part_of(module, path)
         if path and isinstance(part, nn.Module) and not untouched(part):
             return False
-        state = getattr(part, "__dict__", {})
         for name, value in known:
-            if state.get(name, _MISSING) != value:
+            if getattr(part, name, None) != value:
                 return False
     if not all(_may_be_table(part_of(module, path)) for path in plan.tables):
         return False
@@ -98,6 +100,8 @@ def is_as_read(module: Any, plan: Plan) -> bool:
 
 def _may_be_table(buffer: Any) -> bool:
     """Tell whether a buffer is a table; one of a prediction, without numbers, is taken for one."""
+    if torch.compiler.is_compiling():
+        return True
     return (type(buffer) is not Tensor and type(buffer) in PLAIN) or is_table(buffer)
 
 
