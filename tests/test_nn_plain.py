@@ -10,6 +10,7 @@ import itertools
 import pickle
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
-from vramx.nn.families import following
+from vramx.nn.families import plain_following
 
 WIDTH, HEADS, SIZE, TOKENS = 64, 4, 16, 24
 
@@ -166,6 +167,8 @@ class Block(nn.Module):
         self.path = DropPath() if how.path else nn.Identity()
         self.scale = LayerScale() if how.layer_scale else nn.Identity()
         self.share = 0.5
+        if how.skips_by_own:
+            self.source = random.Random(0)
 
     def norms(self) -> list[nn.Module]:
         kinds: dict[str, Callable[[], nn.Module]] = {
@@ -179,7 +182,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         how = self.how
-        branch = self.attn(self.first(x))
+        if how.skips and random.random() < 0.0:
+            return x
+        if how.skips_as_torch and torch.rand(1) < 0.0:
+            return x
+        if how.skips_by_own and self.source.random() < 0.0:
+            return x
+        graded = torch.is_grad_enabled() and not how.frozen
+        in_float = torch.autocast("cpu", enabled=False) if how.in_float else nullcontext()
+        with torch.set_grad_enabled(graded), in_float:
+            branch = self.attn(self.first(x))
         if mask is not None:
             branch = branch * mask
         if how.by_length and x.shape[1] > TOKENS:
@@ -235,6 +247,11 @@ _STRANGE = {
     "half": "not known there",
     "seen": "changes its attributes",
     "writes": "calls imul",
+    "skips": "draws random numbers",
+    "skips_as_torch": "draws random numbers",
+    "skips_by_own": "has source",
+    "frozen": "switches gradients",
+    "in_float": "switches gradients or autocast",
 }
 _OF_PARTS = ("other_softmax",)  # what attention by torch's function does not have
 
@@ -315,6 +332,12 @@ def test_what_is_not_known_is_named_and_computed_as_it_was(strange: str, tokens:
     value = 4 if strange == "window" else True
     options = {strange: value, "torchs": strange not in _OF_PARTS}
     model, x = model_of(made(**options)), batch(tokens)
+    # What autocast is switched in shows where it is on.
+    with torch.autocast("cpu", torch.bfloat16, enabled=strange == "in_float"):
+        _is_named(model, x, strange)
+
+
+def _is_named(model: nn.Module, x: Tensor, strange: str) -> None:
     expected = results(model, x)
     attributes = [dict(vars(part)) for part in model.modules() if not hasattr(part, "last")]
     report = vramx.optimize(model, "keep")
@@ -336,7 +359,13 @@ def test_a_window_in_a_mask_of_its_own_is_seen() -> None:
 def test_reading_leaves_a_module_as_it_was() -> None:
     """One that keeps its last result is not given one by a trace, and trains or not as before."""
     model = model_of(made(seen=True)).eval()
-    vramx.optimize(model)
+    random.seed(0)
+    drawing = model_of(made(skips=True, skips_as_torch=True))
+    before, torchs = random.getstate(), torch.get_rng_state()
+    for each in (model, drawing):
+        vramx.optimize(each)
+    assert random.getstate() == before
+    assert torch.equal(torch.get_rng_state(), torchs)
     assert not any(hasattr(part, "last") for part in model.modules())
     assert not any(part.training for part in model.modules())
 
@@ -387,6 +416,8 @@ def test_what_changes_after_it_was_read_is_computed_as_it_is(change: str) -> Non
             block.attn.how.causal = block.how.causal = True
         elif change == "hook":
             block.mlp.register_forward_hook(lambda *args: 2 * args[2])
+        elif change == "evaluated":
+            block.attn.eval()
         elif change == "table":
             block.attn.tril.triu_(-3)
         elif change == "tables":
@@ -461,7 +492,7 @@ def test_levels_by_name_and_what_is_left() -> None:
 
 
 def test_a_known_family_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "follow", None)
+    monkeypatch.setattr(plain_following, "follow", None)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     assert len(vramx.optimize(nn.Sequential(layer)).swapped) == 1
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from vramx.compression.asked import options_of
 from vramx.compression.config import Compression
 from vramx.errors import VramxWarning, refused
-from vramx.nn.families import family_of, head, known_base, projection, reading, trial
+from vramx.nn.families import family_of, head, known_base, plain_reading, projection, trial
 from vramx.nn.families.attention import KNOWN
-from vramx.nn.families.following import NotPlainError, Plan
 from vramx.nn.families.parts import can_repeat
 from vramx.nn.families.plain import PlainBlock
+from vramx.nn.families.plain_plan import NotPlainError, Plan
 from vramx.nn.families.questions import part_of, untouched
 from vramx.nn.families.swap import RECOMPUTE_MLP, Fusing, Settings, swap, unswap
 from vramx.nn.levels import LEFT, check_patterns, kept_by, levels_of, word_for
@@ -229,10 +229,10 @@ def _unnamed(module: nn.Module, word: str, is_one_of_several: bool) -> Plan | st
         return f"its class is derived from {base.__name__}: not known"
     if next(module.children(), None) is None:
         return "it is of no known family"
-    if word == LEFT or not reading.may_be_plain(module):
+    if word == LEFT or not plain_reading.may_be_plain(module):
         return None
     try:
-        return reading.read(module)
+        return plain_reading.read(module)
     except NotPlainError as error:
         return f"it is of no known family: {error}" if is_one_of_several else None
 

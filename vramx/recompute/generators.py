@@ -11,6 +11,7 @@ none.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import sys
 import weakref
@@ -57,6 +58,10 @@ class Generators:
         finally:
             for each, state in now:
                 set_state(each, state)
+
+    def have_drawn(self) -> bool:
+        """Tell whether one has another state now."""
+        return any(_bytes_of(state_of(each)) != _bytes_of(was) for each, was in self._states)
 
 
 def _found(
@@ -217,6 +222,10 @@ def state_of(generator: Any) -> Any:
     if kind == "numpy generator":
         return generator.bit_generator.state
     return generator.get_state()
+
+
+def _bytes_of(state: Any) -> bytes:
+    return pickle.dumps(state.numpy() if isinstance(state, torch.Tensor) else state)
 
 
 def set_state(generator: Any, state: Any) -> None:

@@ -1,9 +1,9 @@
 """Blocks that no family names: attention and a feed-forward part, each behind a norm.
 
-What such a block computes was read from its forward (reading.py), part by part; it is computed so
-while its parts and attributes are as they were then, and else as it was. nanoGPT's is one, and so
-are vision transformers that multiply queries and keys themselves: theirs goes through torch's
-attention, which keeps no matrix of tokens by tokens.
+What such a block computes was read from its forward (plain_reading.py), part by part; it is
+computed so while its parts and attributes are as they were then, and else as it was. nanoGPT's is
+one, and so are vision transformers that multiply queries and keys themselves: theirs goes through
+torch's attention, which keeps no matrix of tokens by tokens.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from vramx.compression.config import Compression
 from vramx.nn.families.attention import attention_is_torchs, packed
-from vramx.nn.families.following import Heads, Norm, Plan
 from vramx.nn.families.norm_modules import layer_normed, normalise
 from vramx.nn.families.parts import FeedForward, add, feed_forward, feed_forward_add, nothing
+from vramx.nn.families.plain_plan import Heads, Norm, Plan
+from vramx.nn.families.plain_reading import is_as_read
 from vramx.nn.families.projection import Source, probability_of, project, tensor_of
 from vramx.nn.families.questions import all_untouched, part_of
-from vramx.nn.families.reading import is_as_read
 from vramx.nn.families.swap import Fused
 from vramx.nn.norm import Sources
 

@@ -68,7 +68,7 @@ class Settings:
     unverified: bool = False
     # Whether it has a ReLU, say: what is recomputed of it needs its input exactly.
     compares: bool = False
-    read: Any = None  # of a block that no family names, the reading.Plan
+    read: Any = None  # of a block that no family names, the plain_plan.Plan
 
 
 class Fused:

@@ -1,7 +1,8 @@
 """What a block computes that no family names, read from a trace of its forward.
 
 torch.fx records the forward once, for tensors of any size: what asks a tensor for its numbers, or
-takes another way by a shape, cannot be recorded, and is not read. following.py then says what the
+takes another way by a shape, cannot be recorded, and is not read; nor is what draws random numbers,
+switches gradients, or changes or has what may have a state. plain_following.py then says what the
 record computes. Nothing is computed on the block's device, and the block is as it was. Some ten
 milliseconds a block; not thread-safe.
 """
@@ -12,6 +13,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -19,20 +21,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from vramx.compression.fakes import PLAIN
-from vramx.nn.families.following import (
-    NotPlainError,
-    Plan,
-    follow,
-    is_linear,
-    is_opaque,
-    is_table,
-)
+from vramx.nn.families.plain_following import follow
+from vramx.nn.families.plain_plan import NotPlainError, Plan, is_linear, is_opaque, is_table
 from vramx.nn.families.questions import part_of, untouched
 from vramx.patch.module import original_class
+from vramx.recompute.generators import Generators, is_generator
 
 _FEWEST_LINEARS, _MOST_LINEARS, _MOST_PARTS = 4, 6, 32
 _SIZES = ((2, 3), (3, 5))  # rows and tokens with which a record is followed
 _PLAIN = (int, float, bool, str, type(None))
+_SETTLED = (
+    *(nn.Module, Tensor, type, torch.dtype, torch.device, torch.Size),
+    *(FunctionType, BuiltinFunctionType, MethodType),
+)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _IN_PLACE = (
     *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
@@ -65,6 +66,9 @@ def read(module: nn.Module) -> Plan:
         is_called = type(part).forward is not nn.Module.forward
         if original_class(part) is not type(part) or (is_called and not untouched(part)):
             raise NotPlainError(f"its {type(part).__name__} has hooks or another forward")
+        strange = next((k for k, v in _own_attributes(part) if not _is_known(v)), None)
+        if strange is not None:
+            raise NotPlainError(f"its {type(part).__name__} has {strange}, which may have a state")
     graph, through = _traced(module)
     plans = [follow(graph, module, *sizes) for sizes in _SIZES]
     if repr(plans[0]) != repr(plans[1]):
@@ -81,7 +85,7 @@ def is_as_read(module: Any, plan: Plan) -> bool:
     """
     for path, known in plan.constants:
         part = part_of(module, path)
-        if path and isinstance(part, nn.Module) and not untouched(part):
+        if isinstance(part, nn.Module) and not (part.training and (not path or untouched(part))):
             return False
         for name, value in known:
             if getattr(part, name, None) != value:
@@ -109,14 +113,31 @@ def _parameters_of(module: nn.Module) -> list[inspect.Parameter]:
     return list(inspect.signature(type(module).forward).parameters.values())[1:]
 
 
+def _own_attributes(part: Any) -> list[tuple[str, Any]]:
+    return [(k, v) for k, v in part.__dict__.items() if k not in _OF_EVERY_MODULE]
+
+
+def _is_known(value: Any, depth: int = 3) -> bool:
+    """Tell whether an attribute is of a kind that nothing moves in: settings, and modules."""
+    if isinstance(value, _SETTLED) or type(value) in _PLAIN:
+        return True
+    held: Any = None
+    if type(value) in (list, tuple, set):
+        held = value
+    elif type(value) is dict:
+        held = value.values()
+    elif not is_generator(value):
+        held = getattr(value, "__dict__", {}).values()  # of a config
+    return bool(depth and held) and all(_is_known(each, depth - 1) for each in held)
+
+
 def _constants_of(module: Any, path: str) -> Iterator[tuple[str, tuple[tuple[str, Any], ...]]]:
     """Yield the plain attributes of a module, and of objects in its attributes, as of a config."""
-    state = part_of(module, path).__dict__
-    found = [(k, v) for k, v in state.items() if k not in _OF_EVERY_MODULE]
+    found = _own_attributes(part_of(module, path))
     yield path, tuple((k, v) for k, v in found if type(v) in _PLAIN)
     for name, held in found:
         within = [(k, v) for k, v in getattr(held, "__dict__", {}).items() if type(v) in _PLAIN]
-        if within and not isinstance(held, (nn.Module, Tensor, type)):
+        if within and not isinstance(held, _SETTLED):
             yield f"{path}.{name}".lstrip("."), tuple(within)
 
 
@@ -152,6 +173,11 @@ def _traced(module: nn.Module) -> tuple[Any, tuple[str, ...]]:
         def proxy(self, node: Any) -> Any:
             return Proxy(node, self)
 
+        def create_node(self, *args: Any, **kwargs: Any) -> Any:
+            if _modes() != modes:
+                raise NotPlainError("it switches gradients or autocast")
+            return super().create_node(*args, **kwargs)
+
         def is_leaf_module(self, m: nn.Module, path: str) -> bool:
             leaf = is_linear(m) or super().is_leaf_module(m, path)
             leaf = leaf or (is_opaque(m) and not _is_layer_norm(m))
@@ -159,13 +185,27 @@ def _traced(module: nn.Module) -> tuple[Any, tuple[str, ...]]:
                 through[path.partition(".")[2]] = None
             return leaf
 
-    with _unchanged(module):
+    modes = _modes()
+    held = [value for part in module.modules() for value in part.__dict__.values()]
+    held += [torch.default_generator, *torch.cuda.default_generators]
+    generators = Generators((type(module).forward,), list(module.modules()), held)
+    with _unchanged(module), generators.restored():
         try:
             graph = Tracer().trace(_Caller(module))
+            if generators.have_drawn():
+                raise NotPlainError("it draws random numbers")
+        except NotPlainError:
+            raise
         except Exception as error:  # whatever a program does with what is no tensor
             text = str(error).strip().partition("\n")[0]
             raise NotPlainError(f"its forward cannot be traced: {text[:80]}") from None
     return graph, tuple(through)
+
+
+def _modes() -> tuple[Any, ...]:
+    kinds = ("cuda", "cpu")
+    autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
 def _recorded(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:

@@ -17,16 +17,36 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
-from torch.utils.weak import WeakIdKeyDictionary
 
-from vramx.nn.families.projection import LORAS, QUANTISED
-from vramx.nn.families.questions import class_name, part_of
+from vramx.nn.families.plain_plan import (
+    Attention,
+    Heads,
+    Norm,
+    NotPlainError,
+    Plan,
+    is_linear,
+    is_opaque,
+    is_table,
+)
+from vramx.nn.families.plain_stages import (
+    AFTER,
+    CALLED,
+    Parameter,
+    Scores,
+    Stage,
+    Value,
+    behind,
+    expect,
+    norm_of,
+    residual,
+)
+from vramx.nn.families.questions import part_of
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _ACTIVATIONS = (
@@ -48,100 +68,7 @@ _MOVES = frozenset(
     )
 )
 _SHAPES = frozenset(("size", "dim"))
-_CALLED = "module"  # one that has no parts, and is called as it is
-_AFTER = ("dropout", _CALLED)
-_SMALLEST_TABLE = 6  # tokens, more than a record is followed with
 _NEVER = -1e9  # or less, in scores, is a chance of nothing
-
-
-class Norm(NamedTuple):
-    """A norm: a module's path, or the paths of a weight and a bias of a layer norm and its eps."""
-
-    module: str | None
-    weight: str | None = None
-    bias: str | None = None
-    eps: float = 0.0
-
-
-class Heads(NamedTuple):
-    """Which elements of a projection's result are the heads of q, k or v."""
-
-    projection: int
-    start: int
-    number: int
-    size: int
-
-
-class Attention(NamedTuple):
-    """How heads attend: `dropout` is a probability in training, or a Dropout's path."""
-
-    heads: tuple[Heads, Heads, Heads]
-    dropout: float | str
-    is_causal: bool
-    scale: float | None
-
-
-class Plan(NamedTuple):
-    """A block: parts by their paths, or modules of its own for what calls a function.
-
-    `unit` is the activation and what its result goes through, `after` what the result of each
-    branch goes through before it is added. `nothing` are modules that did nothing in it, `tables`
-    buffers that say what is later, `through` the modules whose forwards were read, `constants` what
-    plain attributes were, by path, and `defaults` the values of what else the forward takes.
-    """
-
-    norms: tuple[Norm, Norm]
-    projections: tuple[str, ...]
-    attention: Attention
-    output: str
-    inner: str
-    unit: tuple[str | nn.Module, ...]
-    outer: str
-    after: tuple[tuple[str | nn.Module, ...], tuple[str | nn.Module, ...]]
-    nothing: tuple[str, ...]
-    tables: tuple[str, ...]
-    through: tuple[str, ...] = ()
-    constants: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
-    defaults: dict[str, Any] = {}  # noqa: RUF012 - nobody writes into it
-
-
-class NotPlainError(Exception):
-    """What is in the way of reading a block."""
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Tell whether a module is a Linear, with adapters or quantised perhaps."""
-    return type(module) is nn.Linear or class_name(type(module)) in LORAS | QUANTISED
-
-
-def is_opaque(module: nn.Module) -> bool:
-    """Tell whether a module of a program's own has no parts: in some places it is just called."""
-    of_torch = type(module).__module__.partition(".")[0] == "torch"
-    return not of_torch and next(module.children(), None) is None
-
-
-def is_table(value: Any) -> bool:
-    """Tell whether a buffer says for each two tokens whether one is later, or is not.
-
-    Looked at once, until it is written to.
-    """
-    if type(value) is not Tensor or value.is_meta or value.is_inference():
-        return False
-    if _tables.get(value) != value._version:
-        found = value.detach().cpu() != 0
-        size = found.shape[-1] if found.dim() else 0
-        if size < _SMALLEST_TABLE or found.numel() != size * size or found.shape[-2] != size:
-            return False
-        later = torch.ones(size, size, dtype=torch.bool).triu(1)
-        found = found.view(size, size)
-        if not torch.equal(found, later) and not torch.equal(found, ~later):
-            return False
-        _tables[value] = value._version
-    return True
-
-
-# Buffers that were found to be tables, by the version of what is in them.
-_tables: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def follow(graph: Any, module: nn.Module, rows: int, tokens: int) -> Plan:
@@ -155,7 +82,7 @@ def follow(graph: Any, module: nn.Module, rows: int, tokens: int) -> Plan:
     from torch.fx.node import map_arg
 
     reader, found = _Reader(module, (rows, tokens)), dict[Any, Any]()
-    x = _Stage("x")
+    x = Stage("x")
     for node in graph.nodes:
         args, kwargs = (map_arg(each, found.__getitem__) for each in (node.args, node.kwargs))
         target = _inner(node.target)
@@ -191,54 +118,6 @@ def _width(graph: Any, module: nn.Module) -> int:
     raise NotPlainError("it has no norm")
 
 
-# -- What is followed ------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Stage:
-    """A tensor of the block, by the operation that makes it."""
-
-    kind: str
-    what: Any = None
-    inputs: tuple[_Stage, ...] = ()
-
-
-@dataclass(eq=False)
-class _Value:
-    """Elements of a stage, by their numbers; those of q or k may be multiplied by a factor."""
-
-    stage: _Stage
-    index: Tensor
-    factor: float = 1.0
-
-    @property
-    def width(self) -> int:
-        return self.index.shape[-1]
-
-    def moved(self, index: Tensor) -> _Value:
-        return replace(self, index=index)
-
-
-@dataclass(eq=False)
-class _Scores:
-    """A product of queries and keys, before or after its softmax and a dropout."""
-
-    q: _Value
-    k: _Value
-    factor: float
-    is_causal: bool = False
-    is_soft: bool = False
-    dropout: str | float | None = None
-
-
-@dataclass(eq=False)
-class _Parameter:
-    """A parameter, by its path."""
-
-    path: str
-    shape: torch.Size
-
-
 class _Reader:
     """Says what each operation makes, of activations of (rows, tokens, ...)."""
 
@@ -249,14 +128,14 @@ class _Reader:
         self._tables: list[str] = []
         self._projections: list[str] = []
 
-    def fresh(self, stage: _Stage, width: int) -> _Value:
+    def fresh(self, stage: Stage, width: int) -> Value:
         """Return all elements of a stage, in order."""
         rows, tokens = self._lead
-        return _Value(stage, torch.arange(rows * tokens * width).view(rows, tokens, width))
+        return Value(stage, torch.arange(rows * tokens * width).view(rows, tokens, width))
 
-    def whole(self, value: Any) -> _Stage:
+    def whole(self, value: Any) -> Stage:
         """Return the stage that a value is, element by element."""
-        if not isinstance(value, _Value) or value.factor != 1:
+        if not isinstance(value, Value) or value.factor != 1:
             raise NotPlainError("an operation in it is not known there")
         expected = torch.arange(value.index.numel())
         if value.stage.kind == "attended":
@@ -267,18 +146,18 @@ class _Reader:
             raise NotPlainError("elements are in another order than is known there")
         return value.stage
 
-    def attribute(self, path: str) -> _Parameter | Tensor:
+    def attribute(self, path: str) -> Parameter | Tensor:
         found = part_of(self._module, path)
         if isinstance(found, nn.Parameter):
-            return _Parameter(path, found.shape)
+            return Parameter(path, found.shape)
         if not is_table(found):
             raise NotPlainError(f"it uses {path}")
         self._tables.append(path)
         return cast(Tensor, found).detach().cpu()
 
-    def _after(self, kind: str, what: Any, value: _Value) -> _Value:
+    def _after(self, kind: str, what: Any, value: Value) -> Value:
         """Return what an operation that keeps the shape makes of all of a value."""
-        return self.fresh(_Stage(kind, what, (self.whole(value),)), value.width)
+        return self.fresh(Stage(kind, what, (self.whole(value),)), value.width)
 
     # Modules.
 
@@ -289,16 +168,16 @@ class _Reader:
         if type(part) is nn.Identity:
             self._nothing.append(path)
             return value
-        if isinstance(value, _Scores) and type(part) is nn.Dropout:
+        if isinstance(value, Scores) and type(part) is nn.Dropout:
             return _dropped(value, path)
-        if not isinstance(value, _Value):
+        if not isinstance(value, Value):
             raise NotPlainError(f"its {path} is of something else than a tensor")
         if is_linear(part) and part.in_features == value.width:
-            return self.fresh(_Stage("linear", path, (self.whole(value),)), int(part.out_features))
+            return self.fresh(Stage("linear", path, (self.whole(value),)), int(part.out_features))
         if type(part) in _NORMS and tuple(part.normalized_shape) == (value.width,):
             return self._after("norm", Norm(path), value)
         kinds = {nn.Dropout: "dropout", **dict.fromkeys(_ACTIVATIONS, "activation")}
-        kind = kinds.get(type(part), _CALLED if is_opaque(part) else None)
+        kind = kinds.get(type(part), CALLED if is_opaque(part) else None)
         if kind is None or getattr(part, "inplace", False):
             raise NotPlainError(f"its {path} is a {type(part).__name__}")
         return self._after(kind, path, value)
@@ -307,13 +186,13 @@ class _Reader:
 
     def function(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         first = args[0] if args else None
-        if target is getattr and isinstance(first, (_Value, _Parameter)):
+        if target is getattr and isinstance(first, (Value, Parameter)):
             return self._attribute(first, args[1])
-        if target is operator.getitem and isinstance(first, _Value):
+        if target is operator.getitem and isinstance(first, Value):
             return first.moved(first.index[args[1]])
         if not any(_is_followed(each) for each in (*args, *kwargs.values())):
             return target(*args, **kwargs)  # of numbers and shapes
-        if target in _AS_MODULES and isinstance(first, _Value):
+        if target in _AS_MODULES and isinstance(first, Value):
             part = _AS_MODULES[target](*args[1:], **{k: v for k, v in kwargs.items() if v})
             if getattr(part, "inplace", False):
                 raise NotPlainError("it writes into a tensor")
@@ -330,10 +209,10 @@ class _Reader:
         value, rest = args[0], args[1:]
         if not _is_followed(value):
             return getattr(value, name)(*rest, **kwargs)
-        if name in _SHAPES and isinstance(value, (_Value, _Parameter)):
-            shape = value.index.shape if isinstance(value, _Value) else value.shape
+        if name in _SHAPES and isinstance(value, (Value, Parameter)):
+            shape = value.index.shape if isinstance(value, Value) else value.shape
             return getattr(torch.empty(shape, device="meta"), name)(*rest, **kwargs)
-        if name in _MOVES and isinstance(value, _Value):
+        if name in _MOVES and isinstance(value, Value):
             moved = getattr(value.index, name)(*rest, **kwargs)
             is_one = isinstance(moved, Tensor)
             return value.moved(moved) if is_one else tuple(value.moved(each) for each in moved)
@@ -351,18 +230,18 @@ class _Reader:
             raise NotPlainError(f"it calls {name} in another way") from None
         return known(self, *args, **kwargs)
 
-    def _attribute(self, value: _Value | _Parameter, name: str) -> Any:
-        shape = value.index.shape if isinstance(value, _Value) else value.shape
+    def _attribute(self, value: Value | Parameter, name: str) -> Any:
+        shape = value.index.shape if isinstance(value, Value) else value.shape
         if name in ("shape", "ndim"):
             return shape if name == "shape" else len(shape)
         if name == "device":
             return torch.device("cpu")
-        if name == "mT" and isinstance(value, _Value):
+        if name == "mT" and isinstance(value, Value):
             return value.moved(value.index.mT)
         raise NotPlainError(f"it asks for {name}")
 
-    def _sum(self, a: Any, b: Any) -> _Value:
-        stage = _Stage("add", None, (self.whole(a), self.whole(b)))
+    def _sum(self, a: Any, b: Any) -> Value:
+        stage = Stage("add", None, (self.whole(a), self.whole(b)))
         return self.fresh(stage, a.width)
 
     def _dropout(
@@ -370,16 +249,16 @@ class _Reader:
     ) -> Any:
         if not training or inplace:
             raise NotPlainError("its dropout is of another kind")
-        if isinstance(input, _Scores):
+        if isinstance(input, Scores):
             return _dropped(input, float(p))
         return self._after("dropout", nn.Dropout(p), input)
 
     def _layer_norm(
         self, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None,
         eps: float = 1e-5,
-    ) -> _Value:  # fmt: skip
+    ) -> Value:  # fmt: skip
         terms = (weight, bias)
-        known = all(each is None or isinstance(each, _Parameter) for each in terms)
+        known = all(each is None or isinstance(each, Parameter) for each in terms)
         self.whole(input)
         if not known or tuple(normalized_shape) != (input.width,):
             raise NotPlainError("its layer norm is of another kind")
@@ -395,50 +274,50 @@ class _Reader:
         return _scaled(a, 1 / b if isinstance(b, (int, float)) and b else None)
 
     def _softmax(self, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-        soft = isinstance(input, _Scores) and not input.is_soft
+        soft = isinstance(input, Scores) and not input.is_soft
         if not soft or dim not in (-1, 3) or dtype is not None:
             raise NotPlainError("it has a softmax that is not known")
         return replace(input, is_soft=True)
 
-    def _masked(self, input: Any, mask: Any, value: Any) -> _Scores:
+    def _masked(self, input: Any, mask: Any, value: Any) -> Scores:
         """Take scores of what comes later away, if that is what the mask has."""
         tokens = self._lead[1]
         later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
         fits = isinstance(mask, Tensor) and mask.numel() == tokens**2
         fits = fits and mask.shape[-2:] == later.shape and torch.equal(mask.view_as(later), later)
         never = isinstance(value, (int, float)) and value <= _NEVER
-        if not fits or not never or not isinstance(input, _Scores) or input.is_soft:
+        if not fits or not never or not isinstance(input, Scores) or input.is_soft:
             raise NotPlainError("its attention has a mask that is not known")
         return replace(input, is_causal=True)
 
-    def _masked_in_place(self, input: Any, mask: Any, value: Any) -> _Scores:
+    def _masked_in_place(self, input: Any, mask: Any, value: Any) -> Scores:
         self._masked(input, mask, value)
         input.is_causal = True  # for everyone who has it
-        return cast(_Scores, input)
+        return cast(Scores, input)
 
     def _matmul(self, a: Any, b: Any) -> Any:
-        if isinstance(a, _Scores) and isinstance(b, _Value) and a.is_soft and b.factor == 1:
+        if isinstance(a, Scores) and isinstance(b, Value) and a.is_soft and b.factor == 1:
             return self._attends(a.q, a.k, b, (a.dropout or 0.0, a.is_causal, a.factor))
-        four = isinstance(a, _Value) and isinstance(b, _Value) and a.index.dim() == 4
+        four = isinstance(a, Value) and isinstance(b, Value) and a.index.dim() == 4
         if not four or b.index.dim() != 4:
             raise NotPlainError("it multiplies matrices")
-        return _Scores(a, b.moved(b.index.mT), a.factor * b.factor)
+        return Scores(a, b.moved(b.index.mT), a.factor * b.factor)
 
     def _attention(
         self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> _Value:  # fmt: skip
+    ) -> Value:  # fmt: skip
         values = (query, key, value)
         if attn_mask is not None:
             raise NotPlainError("its attention has a mask")
-        if not all(isinstance(each, _Value) and each.factor == 1 for each in values):
+        if not all(isinstance(each, Value) and each.factor == 1 for each in values):
             raise NotPlainError("its attention is of something else than projections")
         if not enable_gqa and len({each.index.shape[1] for each in values}) > 1:
             raise NotPlainError("its attention repeats heads")
         how = (float(dropout_p), bool(is_causal), None if scale is None else float(scale))
         return self._attends(*values, how)
 
-    def _attends(self, q: _Value, k: _Value, v: _Value, how: tuple[Any, bool, Any]) -> _Value:
+    def _attends(self, q: Value, k: Value, v: Value, how: tuple[Any, bool, Any]) -> Value:
         heads = (self._heads(q), self._heads(k), self._heads(v))
         sources = [each.stage.inputs[0] for each in (q, k, v)]
         if any(each is not sources[0] for each in sources):
@@ -447,10 +326,10 @@ class _Reader:
             raise NotPlainError("its attention is of another shape")
         rows, tokens = self._lead
         shape = (rows, heads[0].number, tokens, heads[0].size)
-        stage = _Stage("attended", (shape, Attention(heads, *how)), (sources[0],))
-        return _Value(stage, torch.arange(torch.Size(shape).numel()).view(shape))
+        stage = Stage("attended", (shape, Attention(heads, *how)), (sources[0],))
+        return Value(stage, torch.arange(torch.Size(shape).numel()).view(shape))
 
-    def _heads(self, value: _Value) -> Heads:
+    def _heads(self, value: Value) -> Heads:
         """Return which elements of a projection these are, as (rows, heads, tokens, size)."""
         stage, index = value.stage, value.index
         if stage.kind != "linear" or index.dim() != 4 or not index.numel():
@@ -469,22 +348,22 @@ class _Reader:
 
     # The whole.
 
-    def plan(self, result: _Stage, x: _Stage) -> Plan:
+    def plan(self, result: Stage, x: Stage) -> Plan:
         """Return the plan of what ends with a result."""
-        middle, branch = _residual(result)
-        first, attended = _residual(middle)
-        last, outer = _behind(branch)
-        unit, inner = _behind(_expect(outer, "linear").inputs[0], "activation", *_AFTER)
-        after, output = _behind(attended)
-        attention = _expect(_expect(output, "linear").inputs[0], "attended")
-        norms = [_expect(each.inputs[0], "norm", _CALLED) for each in (attention, inner)]
+        middle, branch = residual(result)
+        first, attended = residual(middle)
+        last, outer = behind(branch)
+        unit, inner = behind(expect(outer, "linear").inputs[0], "activation", *AFTER)
+        after, output = behind(attended)
+        attention = expect(expect(output, "linear").inputs[0], "attended")
+        norms = [expect(each.inputs[0], "norm", CALLED) for each in (attention, inner)]
         if not unit:
             raise NotPlainError("it has no activation")
         if first is not x or norms[0].inputs[0] is not x or norms[1].inputs[0] is not middle:
             raise NotPlainError("its norms or its sums are of something else")
         return Plan(
-            (_norm(norms[0]), _norm(norms[1])), tuple(self._projections), attention.what[1],
-            output.what, _expect(inner, "linear").what, unit, outer.what, (after, last),
+            (norm_of(norms[0]), norm_of(norms[1])), tuple(self._projections), attention.what[1],
+            output.what, expect(inner, "linear").what, unit, outer.what, (after, last),
             tuple(self._nothing), tuple(self._tables),
         )  # fmt: skip
 
@@ -516,43 +395,18 @@ _KNOWN_METHODS: dict[str, Callable[..., Any]] = {
 
 
 def _is_followed(value: Any) -> bool:
-    return isinstance(value, (_Value, _Scores, _Parameter))
+    return isinstance(value, (Value, Scores, Parameter))
 
 
 def _scaled(value: Any, factor: Any) -> Any:
     if not isinstance(factor, (int, float)):
         raise NotPlainError("it multiplies tensors")
-    if isinstance(value, _Scores) and value.is_soft:
+    if isinstance(value, Scores) and value.is_soft:
         raise NotPlainError("it scales chances")
     return replace(value, factor=value.factor * float(factor))
 
 
-def _dropped(scores: _Scores, dropout: str | float) -> _Scores:
+def _dropped(scores: Scores, dropout: str | float) -> Scores:
     if not scores.is_soft or scores.dropout is not None:
         raise NotPlainError("it drops scores")
     return replace(scores, dropout=dropout)
-
-
-def _expect(stage: _Stage, *kinds: str) -> _Stage:
-    if stage.kind not in kinds:
-        raise NotPlainError(f"it has {stage.kind} where a plain block has {kinds[0]}")
-    return stage
-
-
-def _norm(stage: _Stage) -> Norm:
-    return stage.what if isinstance(stage.what, Norm) else Norm(stage.what)
-
-
-def _residual(stage: _Stage) -> tuple[_Stage, _Stage]:
-    """Return what a sum adds to, and what it adds."""
-    a, b = _expect(stage, "add").inputs
-    return (b, a) if a.kind in ("linear", *_AFTER) else (a, b)
-
-
-def _behind(stage: _Stage, *kinds: str) -> tuple[tuple[str | nn.Module, ...], _Stage]:
-    """Return what a result goes through, in order, and the stage before it."""
-    after: list[str | nn.Module] = []
-    while stage.kind in (kinds or _AFTER):
-        after.insert(0, stage.what)
-        (stage,) = stage.inputs
-    return tuple(after), stage

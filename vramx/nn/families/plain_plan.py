@@ -1,0 +1,107 @@
+"""What a plain block is: the parts of one that was read, and questions of modules and buffers.
+
+Besides the versions of buffers that were looked at there is no state.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from vramx.nn.families.projection import LORAS, QUANTISED
+from vramx.nn.families.questions import class_name
+
+_SMALLEST_TABLE = 6  # tokens, more than a record is followed with
+
+
+class Norm(NamedTuple):
+    """A norm: a module's path, or the paths of a weight and a bias of a layer norm and its eps."""
+
+    module: str | None
+    weight: str | None = None
+    bias: str | None = None
+    eps: float = 0.0
+
+
+class Heads(NamedTuple):
+    """Which elements of a projection's result are the heads of q, k or v."""
+
+    projection: int
+    start: int
+    number: int
+    size: int
+
+
+class Attention(NamedTuple):
+    """How heads attend: `dropout` is a probability in training, or a Dropout's path."""
+
+    heads: tuple[Heads, Heads, Heads]
+    dropout: float | str
+    is_causal: bool
+    scale: float | None
+
+
+class Plan(NamedTuple):
+    """A block: parts by their paths, or modules of its own for what calls a function.
+
+    `unit` is the activation and what its result goes through, `after` what the result of each
+    branch goes through before it is added. `nothing` are modules that did nothing in it, `tables`
+    buffers that say what is later, `through` the modules whose forwards were read, `constants` what
+    plain attributes were, by path, and `defaults` the values of what else the forward takes.
+    """
+
+    norms: tuple[Norm, Norm]
+    projections: tuple[str, ...]
+    attention: Attention
+    output: str
+    inner: str
+    unit: tuple[str | nn.Module, ...]
+    outer: str
+    after: tuple[tuple[str | nn.Module, ...], tuple[str | nn.Module, ...]]
+    nothing: tuple[str, ...]
+    tables: tuple[str, ...]
+    through: tuple[str, ...] = ()
+    constants: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+    defaults: dict[str, Any] = {}  # noqa: RUF012 - nobody writes into it
+
+
+class NotPlainError(Exception):
+    """What is in the way of reading a block."""
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Tell whether a module is a Linear, with adapters or quantised perhaps."""
+    return type(module) is nn.Linear or class_name(type(module)) in LORAS | QUANTISED
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Tell whether a module of a program's own has no parts: in some places it is just called."""
+    of_torch = type(module).__module__.partition(".")[0] == "torch"
+    return not of_torch and next(module.children(), None) is None
+
+
+def is_table(value: Any) -> bool:
+    """Tell whether a buffer says for each two tokens whether one is later, or is not.
+
+    Looked at once, until it is written to.
+    """
+    if type(value) is not Tensor or value.is_meta or value.is_inference():
+        return False
+    if _tables.get(value) != value._version:
+        found = value.detach().cpu() != 0
+        size = found.shape[-1] if found.dim() else 0
+        if size < _SMALLEST_TABLE or found.numel() != size * size or found.shape[-2] != size:
+            return False
+        later = torch.ones(size, size, dtype=torch.bool).triu(1)
+        found = found.view(size, size)
+        if not torch.equal(found, later) and not torch.equal(found, ~later):
+            return False
+        _tables[value] = value._version
+    return True
+
+
+# Buffers that were found to be tables, by the version of what is in them.
+_tables: WeakIdKeyDictionary = WeakIdKeyDictionary()
