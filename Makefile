@@ -62,7 +62,7 @@ library_tests = tests/test_nn_optimize_models.py tests/test_nn_optimize_releases
 all_library_tests = $(library_tests) tests/test_nn_optimize_convolutions.py \
     tests/test_nn_optimize_frozen.py \
     tests/test_nn_optimize_replaced.py \
-    tests/test_peft_programs.py \
+    tests/test_peft_programs.py tests/test_nn_plain.py \
     tests/test_nn_adapters_models.py tests/test_plan_lightning.py \
     tests/test_patch_libraries.py tests/test_patch_libraries_table.py tests/test_libraries.py \
     tests/test_checkpoint_state.py tests/test_benchmarks_train.py tests/test_callbacks.py \

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
+from benchmarks.programs._adapters import Adapters, adapt
 from vramx.nn.families import plain_following
 
 WIDTH, HEADS, SIZE, TOKENS = 64, 4, 16, 24
@@ -523,3 +524,15 @@ def test_under_autocast(norm: str) -> None:
             assert [each.dtype for each in found] == [each.dtype for each in expected]
             for a, b in zip(found, expected, strict=True):
                 assert F.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0) > least
+
+
+@pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp"])
+def test_adapters_are_part_of_the_block(level: str) -> None:
+    model, x = model_of(made(torchs=False)), batch()
+    adapt(model, Adapters(("qkv", "proj"), rank=4, dropout=0.0), torch.float32)
+    expected = results(model, x)
+    assert fused_blocks(vramx.optimize(model, level, min_bytes=0)) == 2
+    found = results(model, x)
+    assert far(found[:1], expected[:1]) < ROUNDING
+    for a, b in zip(found, expected, strict=True):
+        assert F.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999

@@ -106,6 +106,7 @@ class StandIn(nn.Module):
     def __init__(self, base: nn.Module, adapters: Adapters, name: str = "default") -> None:
         super().__init__()
         self.base_layer = base
+        self.out_features, self.in_features = _shape_of(base)
         self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
         self.lora_dropout = nn.ModuleDict()
         self.scaling: dict[str, float] = {}

@@ -172,7 +172,7 @@ class _Reader:
             return _dropped(value, path)
         if not isinstance(value, Value):
             raise NotPlainError(f"its {path} is of something else than a tensor")
-        if is_linear(part) and part.in_features == value.width:
+        if is_linear(part) and getattr(part, "in_features", None) == value.width:
             return self.fresh(Stage("linear", path, (self.whole(value),)), int(part.out_features))
         if type(part) in _NORMS and tuple(part.normalized_shape) == (value.width,):
             return self._after("norm", Norm(path), value)

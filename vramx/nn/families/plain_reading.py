@@ -66,9 +66,10 @@ def read(module: nn.Module) -> Plan:
         is_called = type(part).forward is not nn.Module.forward
         if original_class(part) is not type(part) or (is_called and not untouched(part)):
             raise NotPlainError(f"its {type(part).__name__} has hooks or another forward")
-        strange = next((k for k, v in _own_attributes(part) if not _is_known(v)), None)
-        if strange is not None:
-            raise NotPlainError(f"its {type(part).__name__} has {strange}, which may have a state")
+        for name, value in () if is_linear(part) else _own_attributes(part):
+            if not _is_known(value):
+                found = f"its {type(part).__name__} has {name}, which may have a state"
+                raise NotPlainError(found)
     graph, through = _traced(module)
     plans = [follow(graph, module, *sizes) for sizes in _SIZES]
     if repr(plans[0]) != repr(plans[1]):
@@ -127,8 +128,9 @@ def _is_known(value: Any, depth: int = 3) -> bool:
     elif type(value) is dict:
         held = value.values()
     elif not is_generator(value):
-        held = getattr(value, "__dict__", {}).values()  # of a config
-    return bool(depth and held) and all(_is_known(each, depth - 1) for each in held)
+        held = getattr(value, "__dict__", None)  # of a config
+        held = None if held is None else held.values()
+    return depth > 0 and held is not None and all(_is_known(each, depth - 1) for each in held)
 
 
 def _constants_of(module: Any, path: str) -> Iterator[tuple[str, tuple[tuple[str, Any], ...]]]:
