@@ -118,13 +118,16 @@ class OperationMode(TorchFunctionMode):
             self._call, self.operation = outer, operation
 
     def _note_made(self, result: torch.Tensor, args: tuple[Any, ...]) -> None:
-        """Note memory that a call made, which is not the memory of what it was given."""
+        """Note memory that a call made, which is not the memory of what it was given.
+
+        What a vmap gives out at its end may be either.
+        """
         if not result.is_floating_point() or result.layout is not STRIDED or _is_batched(result):
             return
         storage = result.untyped_storage()
         for value in args:
             given = type(value) in PLAIN and value.layout is STRIDED
-            if given and value.untyped_storage() is storage:
+            if given and (_is_batched(value) or value.untyped_storage() is storage):
                 return
         self._made.add(storage)
 
