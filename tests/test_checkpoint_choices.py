@@ -200,7 +200,9 @@ def test_a_region_with_a_scripted_function_is_packed(
 
 
 SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
-    "attention": lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3, is_causal=True),
+    "attention": lambda x: F.scaled_dot_product_attention(
+        *((x @ torch.ones(16, 8))[None, None],) * 3, is_causal=True
+    ),
     "norm by hand": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
     "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
     "gelu": lambda x: (F.gelu(x) * F.silu(x) * torch.sigmoid(x.mean(0))) @ torch.ones(16, 4),
@@ -252,7 +254,7 @@ SOFTMAXES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked once more": lambda x, s: (x @ x.t() + s).masked_fill(LOWER, -1e4).softmax(-1) @ x,
     "with others beside them": lambda x, s: torch.cat((x @ x.t(), s), 1).softmax(-1)[:, :64] @ x,
     "a mask of attention": lambda x, s: F.scaled_dot_product_attention(
-        *(x[None, None],) * 3, attn_mask=s
+        *((x @ torch.ones(16, 8))[None, None],) * 3, attn_mask=s
     ),
     "logits": lambda x, s: F.cross_entropy(s, torch.arange(64)) + x.sin(),
 }
@@ -278,6 +280,26 @@ def test_what_a_softmax_takes_is_kept_exactly_and_the_rest_packed(
     found = gradients(lambda *both: vramx.checkpoint(SOFTMAXES[name], *both, level=SMALL))
     assert packs.sizes == [64 * 16]
     for one, other in zip(found, expected, strict=True):
+        assert F.cosine_similarity(one.flatten(), other.flatten(), 0) > 0.99
+
+
+@pytest.mark.parametrize("mask", [None, torch.zeros(64, 64, requires_grad=True)])
+@pytest.mark.parametrize("turn", [1.0, torch.full((16,), 0.5)])
+def test_queries_and_keys_of_attention_are_kept_exactly_and_the_value_packed(
+    turn: Any, mask: Tensor | None, packs: Packs
+) -> None:
+    """With a mask that learns torch computes scores as products of matrices."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = (x[None, None] * turn for x in (q, k))
+        return F.scaled_dot_product_attention(q, key=k, value=v[None, None], attn_mask=mask)
+
+    q, k, v = ((torch.randn(64, 16) * s).requires_grad_() for s in (6.0, 6.0, 1.0))
+    inputs = [q * 1, k * 1, v * 1]
+    exact = torch.autograd.grad(attend(*inputs).sum(), inputs)
+    packed = torch.autograd.grad(vramx.checkpoint(attend, *inputs, level=SMALL).sum(), inputs)
+    assert packs.sizes == [64 * 16]
+    for one, other in zip(packed, exact, strict=True):
         assert F.cosine_similarity(one.flatten(), other.flatten(), 0) > 0.99
 
 

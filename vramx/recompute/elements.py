@@ -9,7 +9,9 @@ as roots (see roots.py), which serve small elements better.
 
 An input whose elements a softmax takes, alone or as terms, is kept exactly: an exponential makes a
 factor of an error, and scores that a mask has been put on, as one block of attention gives them to
-the next, have elements beside which all others are nothing, or that are infinite.
+the next, have elements beside which all others are nothing, or that are infinite. So are queries
+and keys that a fused attention takes, of which scores are products: where it is sharp, their errors
+are many times the scores'.
 
 So are inputs whose elements are taken from one another where the length of the difference counts,
 as that of two atoms: it may be small beside both, and their errors are not.
@@ -19,7 +21,7 @@ Costs a look-up an operation while a region is watched; holds no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, strided
@@ -64,7 +66,7 @@ _SOFTMAXES = frozenset(
     for name in ("_softmax", "_log_softmax", "_safe_softmax", "_masked_softmax", "logsumexp")
 )
 _ATTENTION = "attention"
-_OF_ATTENTION = 3  # q, k and v; what is added to the scores follows
+_VALUE, _OF_SCORES = 2, ("query", "key", "attn_mask")  # the value is no part of the scores
 # Their results have elements of all of their tensors, or sums of them.
 _TERMS = frozenset(
     f"aten::{name}"
@@ -126,12 +128,17 @@ class Elements:
         elif name in _SOFTMAXES:
             self.exact |= self._of(args[0]).terms
         elif _ATTENTION in name:
-            self.exact = self.exact.union(*(self._of(x).terms for x in args[_OF_ATTENTION:]))
+            self.attend(args, {})
         elif name in _SUMS:
             if self._of(args[0]).is_difference:
                 self._functions[result] = _Elements(is_difference=True)
         elif name in _BENDING or name in _PRODUCTS or name in SAME or name in _TERMS:
             self._follow(name, [x for x in tree_leaves(args) if isinstance(x, Tensor)], result)
+
+    def attend(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Look at a fused attention; where torch runs it as products, these do not tell of it."""
+        scores = [*args[:_VALUE], *args[_VALUE + 1 :], *map(kwargs.get, _OF_SCORES)]
+        self.exact = self.exact.union(*(self._of(x).terms for x in scores))
 
     def _roughness(self, name: str, of: _Elements) -> str:
         """Return what a function does to inputs that wants them exactly; empty: nothing."""
