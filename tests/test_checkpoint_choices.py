@@ -303,6 +303,34 @@ def test_queries_and_keys_of_attention_are_kept_exactly_and_the_value_packed(
         assert F.cosine_similarity(one.flatten(), other.flatten(), 0) > 0.99
 
 
+# Of points: how often each turns.
+TURNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bands": lambda x: (x[..., None] * 2.0 ** torch.arange(8)).flatten(1).sin(),
+    "band by band": lambda x: torch.cat([(x * 2.0**band).cos() for band in range(8)], 1),
+    "a projection": lambda x: (x @ torch.logspace(-1, 2, 24).view(3, 8)).sin(),
+    "a sum by hand": lambda x: ((x[:, None] * torch.full((8, 3), 60.0)).sum(-1) + 1).cos(),
+    "in steps": lambda x: (x.neg() * 8 / 0.125 - 1).cos(),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_positions_that_are_encoded_are_kept_exactly_and_the_rest_packed(
+    name: str, packs: Packs
+) -> None:
+    x, hidden = torch.randn(64, 3).requires_grad_(), torch.randn(64, 16).requires_grad_()
+
+    def field(x: Tensor, hidden: Tensor) -> Tensor:
+        turns = TURNS[name](x)
+        return turns @ torch.ones(turns.shape[1], 16).cumsum(0).cos() + hidden @ torch.ones(16, 16)
+
+    def gradient(call: Callable[..., Tensor]) -> Tensor:
+        return torch.autograd.grad(call(x * 1, hidden * 1).square().sum(), x)[0]
+
+    packed = gradient(lambda *both: vramx.checkpoint(field, *both, level=SMALL))
+    assert packs.sizes == [64 * 16]
+    assert F.cosine_similarity(packed.flatten(), gradient(field).flatten(), 0) > 0.99
+
+
 def test_what_keeps_inputs_exact_is_named_once() -> None:
     def chosen(x: Tensor) -> Tensor:
         return F.relu(x).sin()

@@ -13,6 +13,9 @@ the next, have elements beside which all others are nothing, or that are infinit
 and keys that a fused attention takes, of which scores are products: where it is sharp, their errors
 are many times the scores'.
 
+So are inputs of whose multiples sine and cosine are taken, as where positions are encoded: their
+slopes change at once, and an error of an input is as many times that of the phase.
+
 So are inputs whose elements are taken from one another where the length of the difference counts,
 as that of two atoms: it may be small beside both, and their errors are not.
 
@@ -22,6 +25,7 @@ Costs a look-up an operation while a region is watched; holds no tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 from torch import Tensor, strided
@@ -78,15 +82,29 @@ _TERMS = frozenset(
 )
 
 
+_PHASES = frozenset({"aten::sin", "aten::cos"})
+# An error of 8 bits, of numbers around one, is a fiftieth of a turn then.
+_MOST_OF_PHASE = 4.0
+# Products of matrices, by the position of their first factor.
+_CONTRACTIONS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+_FEW = 8  # elements, in whose sum errors do not cancel
+_QUOTIENT = "aten::div"
+_MULTIPLIED = _PRODUCTS | {_QUOTIENT}
+_POWERS = frozenset({"aten::square", "aten::pow"})
+
+
 class _Elements(NamedTuple):
     """The numbers of inputs whose elements a tensor has functions of, and the last that bends;
     `terms` has those whose elements are among its terms as well. `is_difference`: it is made of
-    those of two tensors, one taken from the other."""
+    those of two tensors, one taken from the other. `multiples` has those whose elements it has at
+    most so many times: `times`, of which infinity is any."""
 
     read: frozenset[int] = frozenset()
     bend: str = ""
     terms: frozenset[int] = frozenset()
     is_difference: bool = False
+    multiples: frozenset[int] = frozenset()
+    times: float = 1.0
 
 
 _NONE = _Elements()
@@ -110,7 +128,7 @@ class Elements:
         for number, x in enumerate(inputs):
             storage = storage_of(x)
             numbers = self._memory.get(storage, _NONE).read | {number}
-            self._memory[storage] = _Elements(numbers, terms=numbers)
+            self._memory[storage] = _Elements(numbers, terms=numbers, multiples=numbers)
         # Of other memory, which may be used again as soon as it is free: by the tensor.
         self._functions = WeakTensorKeyDictionary()
 
@@ -129,11 +147,19 @@ class Elements:
             self.exact |= self._of(args[0]).terms
         elif _ATTENTION in name:
             self.attend(args, {})
+        elif name in _PHASES:
+            of = self._of(args[0])
+            self.exact |= of.multiples if of.times > _MOST_OF_PHASE else frozenset()
         elif name in _SUMS:
-            if self._of(args[0]).is_difference:
-                self._functions[result] = _Elements(is_difference=True)
+            of = self._of(args[0])
+            if of.is_difference or of.multiples:
+                self._functions[result] = _NONE._replace(
+                    is_difference=of.is_difference, multiples=of.multiples, times=of.times
+                )
+        elif name in _CONTRACTIONS:
+            self._contract(args[_CONTRACTIONS[name] :], result)
         elif name in _BENDING or name in _PRODUCTS or name in SAME or name in _TERMS:
-            self._follow(name, [x for x in tree_leaves(args) if isinstance(x, Tensor)], result)
+            self._follow(name, args, result)
 
     def attend(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Look at a fused attention; where torch runs it as products, these do not tell of it."""
@@ -153,23 +179,38 @@ class Elements:
         for bend in filter(None, (self._of(each).bend for each in results)):
             self._on_rough(f"the slope of {bend}, which it gives as it is,")
 
-    def _follow(self, name: str, tensors: list[Tensor], result: Any) -> None:
+    def _follow(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         several = len(tensors) > 1
-        found = [each for each in map(self._of, tensors) if each.terms or each.is_difference]
+        found = [each for each in map(self._of, tensors) if each != _NONE]
         if not found:
             return
         terms = found[0].terms.union(*(each.terms for each in found))
         differs = name in _DIFFERENCES and len([each for each in found if each.terms]) > 1
         differs = differs or any(each.is_difference for each in found)
-        now = _Elements(terms=terms)
+        now = _NONE
         if name in _PRODUCTS or (not several and (name in SAME or name in _BENDING)):
-            now = self._function_of(name, found, several)._replace(terms=terms)
+            now = self._function_of(name, found, several)
+        multiples = found[0].multiples.union(*(each.multiples for each in found))
+        times = max(each.times for each in found) * _times(name, args)
         for each in result if isinstance(result, (list, tuple)) else (result,):
             # Of what is changed in place.
             before = self._functions.get(each, _NONE)
-            read, bend = before.read | now.read, now.bend or before.bend
-            differs = differs or before.is_difference
-            self._functions[each] = _Elements(read, bend, before.terms | terms, differs)
+            self._functions[each] = _Elements(
+                before.read | now.read,
+                now.bend or before.bend,
+                before.terms | terms,
+                differs or before.is_difference,
+                before.multiples | multiples,
+                max(before.times, times),
+            )
+
+    def _contract(self, factors: tuple[Any, ...], result: Any) -> None:
+        """Follow a product of matrices that sums a few elements each: of an input or two."""
+        if factors[0].shape[-1] <= _FEW:
+            multiples = self._of(factors[0]).multiples | self._of(factors[1]).multiples
+            if multiples:
+                self._functions[result] = _NONE._replace(multiples=multiples, times=inf)
 
     def _function_of(self, name: str, found: list[_Elements], several: bool) -> _Elements:
         found = [each for each in found if each.read]
@@ -186,3 +227,23 @@ class Elements:
             return _NONE
         found: _Elements | None = self._functions.get(x)
         return self._memory.get(storage_of(x), _NONE) if found is None else found
+
+
+def _times(name: str, args: tuple[Any, ...]) -> float:
+    """Return how many times a function has the elements that it is given: infinity is any.
+
+    A tensor that a graph has made is taken for a norm's, or a gate's, which are around one.
+
+    Example:
+        >>> _times("aten::mul", (Tensor(), -2.0)), _times("aten::neg", (Tensor(),))
+        (2.0, 1.0)
+    """
+    if name in _POWERS:
+        return inf
+    times = 1.0
+    for factor in args if name in _MULTIPLIED else ():
+        if isinstance(factor, Tensor):
+            times *= inf if factor.grad_fn is None else 1.0
+        elif isinstance(factor, (int, float)):
+            times *= (1 / factor if factor else inf) if name == _QUOTIENT else factor
+    return abs(times)
