@@ -199,6 +199,7 @@ def test_a_region_with_a_scripted_function_is_packed(
     assert packs.sizes == [64 * 16]
 
 
+LAYER = torch.linspace(-0.5, 0.5, 16 * 64).sin().view(16, 64)
 SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": lambda x: F.scaled_dot_product_attention(
         *((x @ torch.ones(16, 8))[None, None],) * 3, is_causal=True
@@ -214,7 +215,7 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
         torch.arange(16) > torch.arange(64)[:, None], 0.0
     ),
     "rotation": lambda x: torch.cat((-x[:, 8:], x[:, :8]), 1) * torch.arange(16).float().cos(),
-    "half precision": lambda x: (x.bfloat16() @ x.bfloat16().t()).float().softmax(-1),
+    "half precision": lambda x: (x.bfloat16() @ LAYER.bfloat16()).float().softmax(-1),
     "scaled": lambda x: (x / 8).square() - x.mean(),
     "cross entropy": lambda x: F.cross_entropy(x @ torch.ones(16, 16), torch.arange(64) % 16),
     "lists": lambda x: torch.stack([part.sin() for part in x.chunk(4, 1)], 0),
@@ -249,10 +250,10 @@ def test_a_smooth_region_is_packed(name: str, packs: Packs) -> None:
 # Of a hidden state and of scores on which a mask has been put.
 LOWER = torch.ones(64, 64, dtype=torch.bool).tril(-40)
 SOFTMAXES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "scores that are added": lambda x, s: (x @ x.t() + s).softmax(-1) @ x,
-    "in place": lambda x, s: (x @ x.t()).add_(s.clone()).softmax(-1) @ x,
-    "masked once more": lambda x, s: (x @ x.t() + s).masked_fill(LOWER, -1e4).softmax(-1) @ x,
-    "with others beside them": lambda x, s: torch.cat((x @ x.t(), s), 1).softmax(-1)[:, :64] @ x,
+    "scores that are added": lambda x, s: (x @ LAYER + s).softmax(-1) @ x,
+    "in place": lambda x, s: (x @ LAYER).add_(s.clone()).softmax(-1) @ x,
+    "masked once more": lambda x, s: (x @ LAYER + s).masked_fill(LOWER, -1e4).softmax(-1) @ x,
+    "with others beside them": lambda x, s: torch.cat((x @ LAYER, s), 1).softmax(-1)[:, :64] @ x,
     "a mask of attention": lambda x, s: F.scaled_dot_product_attention(
         *((x @ torch.ones(16, 8))[None, None],) * 3, attn_mask=s
     ),
@@ -285,14 +286,18 @@ def test_what_a_softmax_takes_is_kept_exactly_and_the_rest_packed(
 
 @pytest.mark.parametrize("mask", [None, torch.zeros(64, 64, requires_grad=True)])
 @pytest.mark.parametrize("turn", [1.0, torch.full((16,), 0.5)])
+@pytest.mark.parametrize("by_hand", [False, True])
 def test_queries_and_keys_of_attention_are_kept_exactly_and_the_value_packed(
-    turn: Any, mask: Tensor | None, packs: Packs
+    by_hand: bool, turn: Any, mask: Tensor | None, packs: Packs
 ) -> None:
     """With a mask that learns torch computes scores as products of matrices."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = (x[None, None] * turn for x in (q, k))
-        return F.scaled_dot_product_attention(q, key=k, value=v[None, None], attn_mask=mask)
+        if not by_hand:
+            return F.scaled_dot_product_attention(q, key=k, value=v[None, None], attn_mask=mask)
+        scores = (q @ k.transpose(-1, -2)).bfloat16().float() / 4.0
+        return (scores if mask is None else scores + mask).softmax(-1) @ v
 
     q, k, v = ((torch.randn(64, 16) * s).requires_grad_() for s in (6.0, 6.0, 1.0))
     inputs = [q * 1, k * 1, v * 1]
@@ -301,6 +306,22 @@ def test_queries_and_keys_of_attention_are_kept_exactly_and_the_value_packed(
     assert packs.sizes == [64 * 16]
     for one, other in zip(packed, exact, strict=True):
         assert F.cosine_similarity(one.flatten(), other.flatten(), 0) > 0.99
+
+
+def test_what_meets_an_input_in_scores_behind_a_layer_keeps_that_input_alone(packs: Packs) -> None:
+    layer = nn.Linear(16, 16)
+
+    def general(states: Tensor, query: Tensor) -> Tensor:
+        return (layer(query) @ states.t()).softmax(-1) @ LAYER.t()
+
+    states, query = (torch.randn(64, 16).requires_grad_() for _ in range(2))
+    vramx.checkpoint(general, states * 1, query * 1, level=SMALL).square().sum().backward()
+    assert packs.sizes == [64 * 16]
+    head = nn.Linear(16, 64)
+    vramx.checkpoint(
+        lambda x: head(x).softmax(-1), query * 1, level=SMALL
+    ).square().sum().backward()
+    assert packs.sizes == [64 * 16] * 2
 
 
 # Of points: how often each turns.

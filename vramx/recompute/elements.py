@@ -10,8 +10,8 @@ as roots (see roots.py), which serve small elements better.
 An input whose elements a softmax takes, alone or as terms, is kept exactly: an exponential makes a
 factor of an error, and scores that a mask has been put on, as one block of attention gives them to
 the next, have elements beside which all others are nothing, or that are infinite. So are queries
-and keys that a fused attention takes, of which scores are products: where it is sharp, their errors
-are many times the scores'.
+and keys, of which scores are products, in a fused attention or one that is written out: where it is
+sharp, their errors are many times the scores'. Behind a layer they are not elements of an input.
 
 So are inputs of whose multiples sine and cosine are taken, as where positions are encoded: their
 slopes change at once, and an error of an input is as many times that of the phase.
@@ -32,6 +32,7 @@ from torch import Tensor, strided
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from vramx.compression.policy.weights import is_any_weight
 from vramx.recompute.norms import NORMS
 from vramx.recompute.objects import storage_of
 
@@ -97,7 +98,8 @@ class _Elements(NamedTuple):
     """The numbers of inputs whose elements a tensor has functions of, and the last that bends;
     `terms` has those whose elements are among its terms as well. `is_difference`: it is made of
     those of two tensors, one taken from the other. `multiples` has those whose elements it has at
-    most so many times: `times`, of which infinity is any."""
+    most so many times: `times`, of which infinity is any. `factors` has those whose elements are a
+    factor in products of matrices among its terms; the other is no weight."""
 
     read: frozenset[int] = frozenset()
     bend: str = ""
@@ -105,9 +107,11 @@ class _Elements(NamedTuple):
     is_difference: bool = False
     multiples: frozenset[int] = frozenset()
     times: float = 1.0
+    factors: frozenset[int] = frozenset()
 
 
 _NONE = _Elements()
+_NO_NUMBERS = _NONE.terms
 
 
 class Elements:
@@ -144,16 +148,17 @@ class Elements:
         if rough:
             self._on_rough(rough)
         elif name in _SOFTMAXES:
-            self.exact |= self._of(args[0]).terms
+            of = self._of(args[0])
+            self.exact |= of.terms | of.factors
         elif _ATTENTION in name:
             self.attend(args, {})
         elif name in _PHASES:
             of = self._of(args[0])
-            self.exact |= of.multiples if of.times > _MOST_OF_PHASE else frozenset()
+            self.exact |= of.multiples if of.times > _MOST_OF_PHASE else _NO_NUMBERS
         elif name in _SUMS:
             of = self._of(args[0])
             if of.is_difference or of.multiples:
-                self._functions[result] = _NONE._replace(
+                self._functions[result] = _Elements(
                     is_difference=of.is_difference, multiples=of.multiples, times=of.times
                 )
         elif name in _CONTRACTIONS:
@@ -164,7 +169,8 @@ class Elements:
     def attend(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Look at a fused attention; where torch runs it as products, these do not tell of it."""
         scores = [*args[:_VALUE], *args[_VALUE + 1 :], *map(kwargs.get, _OF_SCORES)]
-        self.exact = self.exact.union(*(self._of(x).terms for x in scores))
+        found = [self._of(x) for x in scores]
+        self.exact = self.exact.union(*(each.terms | each.factors for each in found))
 
     def _roughness(self, name: str, of: _Elements) -> str:
         """Return what a function does to inputs that wants them exactly; empty: nothing."""
@@ -192,6 +198,7 @@ class Elements:
         if name in _PRODUCTS or (not several and (name in SAME or name in _BENDING)):
             now = self._function_of(name, found, several)
         multiples = found[0].multiples.union(*(each.multiples for each in found))
+        factors = found[0].factors.union(*(each.factors for each in found))
         times = max(each.times for each in found) * _times(name, args)
         for each in result if isinstance(result, (list, tuple)) else (result,):
             # Of what is changed in place.
@@ -203,14 +210,20 @@ class Elements:
                 differs or before.is_difference,
                 before.multiples | multiples,
                 max(before.times, times),
+                before.factors | factors,
             )
 
-    def _contract(self, factors: tuple[Any, ...], result: Any) -> None:
-        """Follow a product of matrices that sums a few elements each: of an input or two."""
-        if factors[0].shape[-1] <= _FEW:
-            multiples = self._of(factors[0]).multiples | self._of(factors[1]).multiples
-            if multiples:
-                self._functions[result] = _NONE._replace(multiples=multiples, times=inf)
+    def _contract(self, args: Sequence[Any], result: Any) -> None:
+        """Follow a product of matrices: of an input and a tensor that a graph has made, and one
+        that sums a few elements each."""
+        one, other = self._of(args[0]), self._of(args[1])
+        factors = one.terms if _is_made(args[1]) else _NO_NUMBERS
+        factors = factors | other.terms if _is_made(args[0]) else factors
+        multiples = one.multiples | other.multiples
+        if args[0].shape[-1] > _FEW:
+            multiples = _NO_NUMBERS
+        if factors or multiples:
+            self._functions[result] = _Elements(multiples=multiples, times=inf, factors=factors)
 
     def _function_of(self, name: str, found: list[_Elements], several: bool) -> _Elements:
         found = [each for each in found if each.read]
@@ -227,6 +240,11 @@ class Elements:
             return _NONE
         found: _Elements | None = self._functions.get(x)
         return self._memory.get(storage_of(x), _NONE) if found is None else found
+
+
+def _is_made(x: Tensor) -> bool:
+    """Tell whether a graph has made a tensor that is no weight, nor a view or a cast of one."""
+    return x.grad_fn is not None and not is_any_weight(x, None)
 
 
 def _times(name: str, args: tuple[Any, ...]) -> float:
