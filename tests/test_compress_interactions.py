@@ -197,3 +197,10 @@ def test_a_vectorised_jacobian_that_asks_for_no_gradient_runs_within_a_context(
         found = jacobian(torch.sin, x, vectorize=True, strategy=strategy)
     expected = torch.diag(x.cos().flatten()).view(4, 8, 4, 8)
     assert error(found, expected) < INT8_NOISE
+
+
+def test_torch_says_itself_that_a_tensor_has_left_its_vmap() -> None:
+    escaped = []
+    torch.vmap(lambda x: escaped.append(x) or x * 2)(torch.randn(4, 8))
+    with compress(min_bytes=0), pytest.raises(RuntimeError, match="may have escaped"):
+        escaped[0].sin_()
