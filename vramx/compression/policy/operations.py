@@ -60,12 +60,14 @@ class OperationMode(TorchFunctionMode):
         if type(func) is FunctionType:
             func = called(func, sys._getframe(1))
         special = _special(func)
-        if special == _COMPOSITE:
+        of_subclass = types and not _PLAIN.issuperset(types)
+        of_subclass = of_subclass and torch._C._is_torch_function_enabled()
+        if special == _COMPOSITE and not of_subclass:
             with self:
                 return _opened(func)(*args, **kwargs)
         if _transforms_are_active():
             return self._call_transformed(func, args, kwargs)
-        if types and not _PLAIN.issuperset(types) and torch._C._is_torch_function_enabled():
+        if of_subclass:
             return self._call_of_subclass(func, types, args, kwargs)
         if special:
             note_call(func, (*args, *kwargs.values()))
