@@ -81,10 +81,9 @@ _TERMS = frozenset(
         *("_reshape_alias", "tril", "triu", "slice_scatter", "select_scatter", "diagonal"),
     )
 )
-
-
 _PHASES = frozenset({"aten::sin", "aten::cos"})
-# An error of 8 bits, of numbers around one, is a fiftieth of a turn then.
+# Times, up to which errors of 8 bits change slopes by some hundredths. Gradients to the points of a
+# field had a cosine of 0.999 at 8 times, of 0.99 at 32 and of 0.6 at 128.
 _MOST_OF_PHASE = 4.0
 # Products of matrices, by the position of their first factor.
 _CONTRACTIONS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
