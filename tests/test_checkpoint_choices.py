@@ -199,8 +199,11 @@ def test_a_region_with_a_scripted_function_is_packed(
     assert packs.sizes == [64 * 16]
 
 
+LAYER = torch.linspace(-0.5, 0.5, 16 * 64).sin().view(16, 64)
 SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
-    "attention": lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3, is_causal=True),
+    "attention": lambda x: F.scaled_dot_product_attention(
+        *((x @ torch.ones(16, 8))[None, None],) * 3, is_causal=True
+    ),
     "norm by hand": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
     "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
     "gelu": lambda x: (F.gelu(x) * F.silu(x) * torch.sigmoid(x.mean(0))) @ torch.ones(16, 4),
@@ -212,7 +215,7 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
         torch.arange(16) > torch.arange(64)[:, None], 0.0
     ),
     "rotation": lambda x: torch.cat((-x[:, 8:], x[:, :8]), 1) * torch.arange(16).float().cos(),
-    "half precision": lambda x: (x.bfloat16() @ x.bfloat16().t()).float().softmax(-1),
+    "half precision": lambda x: (x.bfloat16() @ LAYER.bfloat16()).float().softmax(-1),
     "scaled": lambda x: (x / 8).square() - x.mean(),
     "cross entropy": lambda x: F.cross_entropy(x @ torch.ones(16, 16), torch.arange(64) % 16),
     "lists": lambda x: torch.stack([part.sin() for part in x.chunk(4, 1)], 0),
@@ -247,12 +250,12 @@ def test_a_smooth_region_is_packed(name: str, packs: Packs) -> None:
 # Of a hidden state and of scores on which a mask has been put.
 LOWER = torch.ones(64, 64, dtype=torch.bool).tril(-40)
 SOFTMAXES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "scores that are added": lambda x, s: (x @ x.t() + s).softmax(-1) @ x,
-    "in place": lambda x, s: (x @ x.t()).add_(s.clone()).softmax(-1) @ x,
-    "masked once more": lambda x, s: (x @ x.t() + s).masked_fill(LOWER, -1e4).softmax(-1) @ x,
-    "with others beside them": lambda x, s: torch.cat((x @ x.t(), s), 1).softmax(-1)[:, :64] @ x,
+    "scores that are added": lambda x, s: (x @ LAYER + s).softmax(-1) @ x,
+    "in place": lambda x, s: (x @ LAYER).add_(s.clone()).softmax(-1) @ x,
+    "masked once more": lambda x, s: (x @ LAYER + s).masked_fill(LOWER, -1e4).softmax(-1) @ x,
+    "with others beside them": lambda x, s: torch.cat((x @ LAYER, s), 1).softmax(-1)[:, :64] @ x,
     "a mask of attention": lambda x, s: F.scaled_dot_product_attention(
-        *(x[None, None],) * 3, attn_mask=s
+        *((x @ torch.ones(16, 8))[None, None],) * 3, attn_mask=s
     ),
     "logits": lambda x, s: F.cross_entropy(s, torch.arange(64)) + x.sin(),
 }
@@ -279,6 +282,74 @@ def test_what_a_softmax_takes_is_kept_exactly_and_the_rest_packed(
     assert packs.sizes == [64 * 16]
     for one, other in zip(found, expected, strict=True):
         assert F.cosine_similarity(one.flatten(), other.flatten(), 0) > 0.99
+
+
+@pytest.mark.parametrize("mask", [None, torch.zeros(64, 64, requires_grad=True)])
+@pytest.mark.parametrize("turn", [1.0, torch.full((16,), 0.5)])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_queries_and_keys_of_attention_are_kept_exactly_and_the_value_packed(
+    by_hand: bool, turn: Any, mask: Tensor | None, packs: Packs
+) -> None:
+    """With a mask that learns torch computes scores as products of matrices."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = (x[None, None] * turn for x in (q, k))
+        if not by_hand:
+            return F.scaled_dot_product_attention(q, key=k, value=v[None, None], attn_mask=mask)
+        scores = (q @ k.transpose(-1, -2)).bfloat16().float() / 4.0
+        return (scores if mask is None else scores + mask).softmax(-1) @ v
+
+    q, k, v = ((torch.randn(64, 16) * s).requires_grad_() for s in (6.0, 6.0, 1.0))
+    inputs = [q * 1, k * 1, v * 1]
+    exact = torch.autograd.grad(attend(*inputs).sum(), inputs)
+    packed = torch.autograd.grad(vramx.checkpoint(attend, *inputs, level=SMALL).sum(), inputs)
+    assert packs.sizes == [64 * 16]
+    for one, other in zip(packed, exact, strict=True):
+        assert F.cosine_similarity(one.flatten(), other.flatten(), 0) > 0.99
+
+
+def test_what_meets_an_input_in_scores_behind_a_layer_keeps_that_input_alone(packs: Packs) -> None:
+    layer = nn.Linear(16, 16)
+
+    def general(states: Tensor, query: Tensor) -> Tensor:
+        return (layer(query) @ states.t()).softmax(-1) @ LAYER.t()
+
+    states, query = (torch.randn(64, 16).requires_grad_() for _ in range(2))
+    vramx.checkpoint(general, states * 1, query * 1, level=SMALL).square().sum().backward()
+    assert packs.sizes == [64 * 16]
+    head = nn.Linear(16, 64)
+    vramx.checkpoint(
+        lambda x: head(x).softmax(-1), query * 1, level=SMALL
+    ).square().sum().backward()
+    assert packs.sizes == [64 * 16] * 2
+
+
+# Of points: how often each turns.
+TURNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bands": lambda x: (x[..., None] * 2.0 ** torch.arange(8)).flatten(1).sin(),
+    "band by band": lambda x: torch.cat([(x * 2.0**band).cos() for band in range(8)], 1),
+    "a projection": lambda x: (x @ torch.logspace(-1, 2, 24).view(3, 8)).sin(),
+    "a sum by hand": lambda x: ((x[:, None] * torch.full((8, 3), 60.0)).sum(-1) + 1).cos(),
+    "in steps": lambda x: (x.neg() * 8 / 0.125 - 1).cos(),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_positions_that_are_encoded_are_kept_exactly_and_the_rest_packed(
+    name: str, packs: Packs
+) -> None:
+    x, hidden = torch.randn(64, 3).requires_grad_(), torch.randn(64, 16).requires_grad_()
+
+    def field(x: Tensor, hidden: Tensor) -> Tensor:
+        turns = TURNS[name](x)
+        return turns @ torch.ones(turns.shape[1], 16).cumsum(0).cos() + hidden @ torch.ones(16, 16)
+
+    def gradient(call: Callable[..., Tensor]) -> Tensor:
+        return torch.autograd.grad(call(x * 1, hidden * 1).square().sum(), x)[0]
+
+    packed = gradient(lambda *both: vramx.checkpoint(field, *both, level=SMALL))
+    assert packs.sizes == [64 * 16]
+    assert F.cosine_similarity(packed.flatten(), gradient(field).flatten(), 0) > 0.99
 
 
 def test_what_keeps_inputs_exact_is_named_once() -> None:

@@ -207,6 +207,15 @@ def test_columns_that_their_squares_make_alike_are_packed_alike(
     assert (found >= COSINE) is seen  # 0.8, or not a number, where a column is lost
 
 
+@pytest.mark.parametrize("norm", [lambda x: x.mean(0), lambda x: functional.normalize(x, dim=0)])
+def test_a_mean_or_a_norm_of_a_single_number_is_recomputed(norm: Any) -> None:
+    leaf = torch.tensor(3.0, requires_grad=True)
+    vramx.checkpoint(lambda x: norm(x) * x, leaf * 1, level=SMALL).backward()
+    assert leaf.grad is not None
+    (expected,) = torch.autograd.grad(norm(leaf) * leaf, leaf)
+    torch.testing.assert_close(leaf.grad, expected, rtol=0.02, atol=0)
+
+
 def test_a_norm_goes_before_a_mean() -> None:
     norm, x = nn.LayerNorm(128), uneven("layer", 1e3, 0)
     x = torch.cat([x, x[..., :32]], -1)

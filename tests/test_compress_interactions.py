@@ -185,3 +185,22 @@ def test_vectorised_jacobians_within_a_context_are_near(strategy: str) -> None:
     with compress(min_bytes=0):
         found = jacobian(net, x, vectorize=True, strategy=strategy)
     assert error(found, expected) < INT8_NOISE
+
+
+@pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])
+def test_a_vectorised_jacobian_that_asks_for_no_gradient_runs_within_a_context(
+    strategy: str,
+) -> None:
+    x = torch.randn(4, 8)
+    jacobian = torch.autograd.functional.jacobian
+    with compress(min_bytes=0):
+        found = jacobian(torch.sin, x, vectorize=True, strategy=strategy)
+    expected = torch.diag(x.cos().flatten()).view(4, 8, 4, 8)
+    assert error(found, expected) < INT8_NOISE
+
+
+def test_torch_says_itself_that_a_tensor_has_left_its_vmap() -> None:
+    escaped = []
+    torch.vmap(lambda x: escaped.append(x) or x * 2)(torch.randn(4, 8))
+    with compress(min_bytes=0), pytest.raises(RuntimeError, match="may have escaped"):
+        escaped[0].sin_()

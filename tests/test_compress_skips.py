@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -339,3 +339,26 @@ def test_strict_does_not_mind_what_is_never_packed() -> None:
     block, x = Block(), input_of(2, 8, 64)
     with compress(min_bytes=1024, strict=True):
         block(x)
+
+
+def test_a_subclass_is_asked_about_multi_head_attention_as_such() -> None:
+    class Asked(torch.Tensor):
+        calls: ClassVar[list[str]] = []
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            Asked.calls.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    attention = nn.MultiheadAttention(16, 2)
+    x = torch.randn(4, 2, 16).as_subclass(Asked)
+    attention(x, x, x)
+    expected, Asked.calls = Asked.calls, []
+    with compress(min_bytes=0) as stats:
+        y, _ = attention(x, x, x)
+    assert "multi_head_attention_forward" in expected
+    assert Asked.calls == expected
+    assert type(y) is Asked
+    assert stats.packed.tensors

@@ -164,7 +164,7 @@ class Readers:
         x, *others = args[:1] + args[2:] if name == _LENGTH else args
         size = tuple(x.shape)
         given = others[0] if others and isinstance(others[0], (list, tuple)) else ()
-        dims = tuple(sorted(dim % len(size) for dim in given))
+        dims = tuple(sorted(dim % len(size) for dim in given if size))  # of a number none
         length = prod(size[dim] for dim in dims)
         fits = not view.is_copy or size == view.size
         if is_square and len(size) - 1 in dims and length >= _ROW:

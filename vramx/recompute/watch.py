@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vramx.patch.torch_functions import called
+from vramx.patch.torch_functions import attention, called
 from vramx.recompute.buffers import Buffers
 from vramx.recompute.elements import Elements
 from vramx.recompute.norms import Norm, Readers
@@ -136,11 +136,15 @@ class Operators(TorchDispatchMode):
 
 
 class Reads(TorchFunctionMode):
-    """The same for functions that read the values of a tensor past the dispatcher."""
+    """The same for functions that read the values of a tensor past the dispatcher.
 
-    def __init__(self, on_rough: Callable[[str], None]) -> None:
+    `elements` are told of attention, which the dispatcher may run as operations of its own.
+    """
+
+    def __init__(self, on_rough: Callable[[str], None], elements: Elements | None = None) -> None:
         super().__init__()
         self._on_rough = on_rough
+        self._elements = elements
 
     def __torch_function__(
         self,
@@ -153,6 +157,8 @@ class Reads(TorchFunctionMode):
             func = called(func, sys._getframe(1))
             if func in _READS and holds_floats(args):
                 self._on_rough(f"Tensor.{func.__name__}")
+            elif func is attention and self._elements is not None:
+                self._elements.attend(args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -213,7 +219,7 @@ class Watch:
         """Watch what runs on this thread meanwhile."""
         readers = (self._readers, self._elements)
         operators = Operators(self._note, self._allowed, readers, self._buffers, self._origins)
-        with Reads(self._note), operators:
+        with Reads(self._note, self._elements), operators:
             yield
         operators.finish()
 

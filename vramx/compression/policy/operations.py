@@ -60,12 +60,14 @@ class OperationMode(TorchFunctionMode):
         if type(func) is FunctionType:
             func = called(func, sys._getframe(1))
         special = _special(func)
-        if special == _COMPOSITE:
+        of_subclass = types and not _PLAIN.issuperset(types)
+        of_subclass = of_subclass and torch._C._is_torch_function_enabled()
+        if special == _COMPOSITE and not of_subclass:
             with self:
                 return _opened(func)(*args, **kwargs)
         if _transforms_are_active():
             return self._call_transformed(func, args, kwargs)
-        if types and not _PLAIN.issuperset(types) and torch._C._is_torch_function_enabled():
+        if of_subclass:
             return self._call_of_subclass(func, types, args, kwargs)
         if special:
             note_call(func, (*args, *kwargs.values()))
@@ -118,13 +120,16 @@ class OperationMode(TorchFunctionMode):
             self._call, self.operation = outer, operation
 
     def _note_made(self, result: torch.Tensor, args: tuple[Any, ...]) -> None:
-        """Note memory that a call made, which is not the memory of what it was given."""
+        """Note memory that a call made, which is not the memory of what it was given.
+
+        What a vmap gives out at its end may be either.
+        """
         if not result.is_floating_point() or result.layout is not STRIDED or _is_batched(result):
             return
         storage = result.untyped_storage()
         for value in args:
             given = type(value) in PLAIN and value.layout is STRIDED
-            if given and value.untyped_storage() is storage:
+            if given and (_is_batched(value) or value.untyped_storage() is storage):
                 return
         self._made.add(storage)
 

@@ -85,13 +85,21 @@ def note(values: Iterable[Any], *, for_good: bool = False) -> None:
     for value in values:
         kind = type(value)
         if kind in PLAIN and value.layout is STRIDED:
-            _counts.add(value.untyped_storage(), for_good=for_good)
+            _note_memory(value, for_good=for_good)
         elif kind is list or kind is tuple:
             note(value, for_good=for_good)
         elif isinstance(value, torch.Tensor) and is_labelled(kind):
             with torch._C.DisableTorchFunction():
                 if value.layout is STRIDED:
-                    _counts.add(value.untyped_storage(), for_good=for_good)
+                    _note_memory(value, for_good=for_good)
+
+
+def _note_memory(tensor: torch.Tensor, *, for_good: bool) -> None:
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:  # it stands for others, as those of a vmap do
+        return
+    _counts.add(storage, for_good=for_good)
 
 
 def note_anywhere() -> None:
