@@ -22,7 +22,14 @@ from torch import Tensor
 
 from vramx.errors import warn_once
 from vramx.recompute.buffers import tell_of_change
-from vramx.recompute.objects import Copier, TooLargeError, differs, version_of
+from vramx.recompute.objects import (
+    Copier,
+    Forgetting,
+    TooLargeError,
+    differs,
+    version_of,
+    without_graph,
+)
 from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, tell_of_advance
 
 # Decorators over decorators; what lies deeper is shared.
@@ -41,6 +48,20 @@ class _Variable(NamedTuple):
         """Return the value of then; what was not copied then is shared."""
         return self.value if self.then is self.value else copier.copy_of(self.then)
 
+    def forgetting(self, now: Any, forgetting: Forgetting) -> _Variable:
+        """Return one that holds no graph, where a run put something else in its place."""
+        if not self.is_other(now):
+            return self
+        if isinstance(self.value, Tensor):
+            bare = without_graph(self.value)
+            return _Variable(self.place, bare, bare)
+        if self.then is self.value:
+            return self
+        value = self.value if now is self.value else _GONE
+        return _Variable(self.place, value, forgetting.copy_of(self.then))
+
+
+_GONE = object()  # what a variable was, of which there is a copy
 
 # By the id of a container its copy, for all that have it to have one.
 _Thens = dict[int, Any]
@@ -57,6 +78,12 @@ class _Given:
 
     def is_other(self) -> bool:
         return any(each.is_other(each.value) for each in self.every)
+
+    def forget(self, forgetting: Forgetting) -> None:
+        self._args = [each.forgetting(each.value, forgetting) for each in self._args]
+        for name, each in self._kwargs.items():
+            self._kwargs[name] = each.forgetting(each.value, forgetting)
+        self.every = (*self._args, *self._kwargs.values())
 
     def again(self, copier: Copier) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the values of then."""
@@ -90,6 +117,15 @@ class _Taken:
         named = any(each.is_other(known.get(each.place)) for each in self.globals)
         return cells or named or self.given.is_other()
 
+    def forget(self, forgetting: Forgetting) -> None:
+        known = self.function.__globals__
+        now = [each.place.cell_contents for each in self.cells]
+        cells = zip(self.cells, now, strict=True)
+        self.cells = [each.forgetting(value, forgetting) for each, value in cells]
+        named = ((each, known.get(each.place)) for each in self.globals)
+        self.globals = [each.forgetting(value, forgetting) for each, value in named]
+        self.given.forget(forgetting)
+
 
 class Variables:
     """The variables of a function, and of those that it is made of or closes over, as they are now.
@@ -119,13 +155,16 @@ class Variables:
             for key, each in known.items()
             if type(each) is functools.partial
         }
-        self._versions = [
+        self._versions = self._versions_now()
+        self._changes = False  # in a run
+
+    def _versions_now(self) -> list[tuple[Tensor, int]]:
+        return [
             (each.value, version_of(each.value))
             for taken in self._taken.values()
             for each in (*taken.cells, *taken.globals)
             if isinstance(each.value, Tensor)
         ]
-        self._changes = False  # in a run
 
     @property
     def objects(self) -> list[Any]:
@@ -144,8 +183,21 @@ class Variables:
         """See what a run of the function did: say once where it wrote into a tensor."""
         if any(version_of(tensor) != version for tensor, version in self._versions):
             _say_written(getattr(self._function, "__qualname__", type(self._function).__name__))
-        self._versions = [(tensor, version_of(tensor)) for tensor, _ in self._versions]
         self._changes = self._is_other()
+        if self._changes:
+            self._forget_graphs()
+        self._versions = self._versions_now()
+
+    def _forget_graphs(self) -> None:
+        """Hold no graph of what the run put something else in the place of.
+
+        It may hold an earlier call, and that one what was there before it.
+        """
+        forgetting = Forgetting()
+        for taken in self._taken.values():
+            taken.forget(forgetting)
+        for given in self._given.values():
+            given.forget(forgetting)
 
     def _is_other(self) -> bool:
         others = any(each.is_other() for each in self._taken.values())

@@ -64,6 +64,7 @@ class Surroundings:
         self.buffers.settle()
         written = self.buffers.written
         self._attributes.settle(memory, written)
+        self._members.forget_graphs()
         if self._reads_all:
             self._members.settle(written)
 
