@@ -180,6 +180,48 @@ def test_sparse_neighbours_are_multiplied_as_without(name: str) -> None:
     assert torch.equal(gradient(vramx.checkpoint(layer, x * 1.0, level=SMALL)), plain)
 
 
+class Fading(nn.Module):
+    """A layer whose neighbours are a buffer; each call leaves them weaker, or takes others."""
+
+    def __init__(self, layout: str, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(64, 64), how
+        neighbours = (torch.rand(128, 128) > 0.9).float()
+        sparse = neighbours.to_sparse() if layout == "coo" else neighbours.to_sparse_csr()
+        if how == "a constant parameter":
+            self.neighbours = nn.Parameter(sparse, requires_grad=False)
+        else:
+            self.register_buffer("neighbours", sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "others":
+            self.neighbours = self.neighbours * 0.5
+        elif self.how == "weaker":
+            self.neighbours.mul_(0.5)
+        result: Tensor = torch.sparse.mm(self.neighbours, self.linear(x))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch calls one layout a prototype
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("how", ["as they are", "others", "weaker", "a constant parameter"])
+def test_sparse_buffers_are_as_the_call_found_them(how: str, layout: str) -> None:
+    def after_two_steps(*, checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = Fading(layout, how)
+        if checkpointed:
+            vramx.checkpoint_modules(layer, lambda module: module is layer, level=SMALL)
+        for _ in range(2):
+            x = torch.randn(128, 64, requires_grad=True)
+            layer(x).square().sum().backward()
+        assert layer.linear.weight.grad is not None
+        return [layer.linear.weight.grad, layer.neighbours.to_dense()]
+
+    expected = after_two_steps(checkpointed=False)
+    for found, wanted in zip(after_two_steps(checkpointed=True), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 # What is saved before it is filled: torch would end the recomputation there.
 ENDS_UNFILLED: dict[str, Callable[[Tensor], Any]] = {
     "last": lambda x: F.rrelu(x, 0.1, 0.9, training=True),

@@ -40,6 +40,7 @@ from vramx.recompute.stand_ins import (
     as_they_lay,
     is_small_constant,
     may_be_had_otherwise,
+    may_share_memory,
 )
 
 _Members = dict[str, Any]  # the buffers of a module, or its parameters
@@ -138,7 +139,11 @@ class Buffers:
         if self._uncopied is None:
             self._uncopied = {}
             for seen in self._seen:
-                if seen.numel >= 0 and seen.members is seen.module._parameters:
+                if (
+                    seen.numel >= 0
+                    and seen.members is seen.module._parameters
+                    and seen.tensor.layout is torch.strided
+                ):
                     self._uncopied.setdefault(storage_of(seen.tensor), []).append(seen)
         for target in tree_leaves(list(targets)):
             if isinstance(target, Tensor) and target.layout is torch.strided:
@@ -178,7 +183,12 @@ class Buffers:
             return True
         if seen.address >= 0 and _address(now) != seen.address:
             return True
-        return bool(self._memory) and storage_of(now) in self._memory
+        return self._memory_is_written(now)
+
+    def _memory_is_written(self, tensor: Tensor) -> bool:
+        if not self._memory or tensor.layout is not torch.strided:
+            return False
+        return storage_of(tensor) in self._memory
 
     def settle(self) -> None:
         """Note what the first run wrote."""
@@ -284,7 +294,7 @@ def _changeable(
 
 def _address(tensor: Tensor) -> int:
     """Return where a plain tensor lies, unseen by a region around this one; -1 of any other."""
-    if type(tensor) not in (Tensor, nn.Parameter):
+    if not may_share_memory(tensor):
         return -1
     with torch._C.DisableTorchFunction():
         return tensor.data_ptr()
