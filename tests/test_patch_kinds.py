@@ -214,6 +214,29 @@ def test_classes_whose_first_base_has_no_dict_are_changed(cls: Any) -> None:
     assert [*Abstract.registered, *Slotted.registered] == known
 
 
+class Learner(abc.ABC):  # noqa: B024 - as libraries have it
+    """What a library puts beside the class of a module, to have a copy with weights of its own."""
+
+    fast: Any = None
+
+
+@pytest.mark.parametrize("cls", [Plain, OfABC, OfGeneric])
+def test_a_class_may_be_made_of_that_of_a_changed_module_and_an_abstract_one(cls: Any) -> None:
+    module = cls()
+    x = of_width(module)
+    expected = module(x)
+    vramx.compressed_activations(module, **OPTIONS)
+    made = type("Functional", (type(module), Learner), {})
+    functional = made.__new__(made)
+    vars(functional).update(vars(module))
+    assert isinstance(functional, cls)
+    assert isinstance(functional, Learner)
+    assert torch.equal(functional(x), expected)
+    assert torch.equal(module(x), expected)
+    vramx.restore(module)
+    assert type(module) is cls
+
+
 @pytest.mark.parametrize("order", ["parametrize put take restore", "put parametrize restore take"])
 def test_parametrizations_of_such_a_class_come_and_go(order: str) -> None:
     layer = OfABC()
