@@ -43,6 +43,7 @@ from vramx.recompute.objects import (
     version_of,
     without_graph,
 )
+from vramx.recompute.shared import Pair, is_pair
 from vramx.recompute.wholes import (
     CONTAINERS,
     as_now,
@@ -179,6 +180,11 @@ class _Before:
     @property
     def generators(self) -> list[Any]:
         return [self._values[name] for name in self._thens if is_generator(self._values[name])]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        pairs = ((self._values[name], then) for name, then in self._thens.items())
+        return [pair for pair in pairs if is_pair(*pair)]
 
     def _then(self, name: str, copies: _Copies) -> Any:
         """Return what an attribute is; of a tensor also its version."""
@@ -352,10 +358,16 @@ class Attributes:
             for before in changed:
                 before.forget_graphs(forgetting)
 
+    @property
+    def pairs(self) -> Iterator[Pair]:
+        """The containers in attributes with their copies from before."""
+        for before in self._before:
+            yield from before.pairs
+
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self, copier: Copier | None = None) -> Iterator[None]:
         """Have the modules the attributes of then meanwhile."""
-        copier = Copier()
+        copier = Copier() if copier is None else copier
         found = [(before, before.others(copier)) for before in self._before]
         changed = [(before, others, before.now(others)) for before, others in found if others]
         try:

@@ -30,6 +30,7 @@ from vramx.recompute.objects import (
     version_of,
     without_graph,
 )
+from vramx.recompute.shared import Pair, is_pair
 from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, tell_of_advance
 
 # Decorators over decorators; what lies deeper is shared.
@@ -208,14 +209,24 @@ class Variables:
         again: Callable[..., Any] = self.again()(self._function)
         return again
 
-    def again(self) -> Callable[[Any], Any]:
+    @property
+    def pairs(self) -> Iterator[Pair]:
+        """The containers in variables with their copies from before."""
+        givens = (*self._given.values(), *(each.given for each in self._taken.values()))
+        variables = (
+            *(each for taken in self._taken.values() for each in (*taken.cells, *taken.globals)),
+            *(each for given in givens for each in given.every),
+        )
+        return ((each.value, each.then) for each in variables if is_pair(each.value, each.then))
+
+    def again(self, copier: Copier | None = None) -> Callable[[Any], Any]:
         """Return what gives the function, and hooks, with the variables of then."""
         if any(version_of(tensor) != version for tensor, version in self._versions):
             tell_of_change()
         self._versions = []
         if not self._changes and not self._is_other():
             return _as_it_is
-        copier, cells = Copier(), dict[int, CellType]()
+        copier, cells = Copier() if copier is None else copier, dict[int, CellType]()
         named = self._globals(copier)
         for each in self._taken.values():
             cells.update((id(variable.place), CellType()) for variable in each.cells)

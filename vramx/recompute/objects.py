@@ -256,6 +256,16 @@ class Copier:
             raise TooLargeError
         return self._copied(value)
 
+    def take(self, value: Any, made: Any) -> None:
+        """Have something else for a copy of a container, and its containers for those in it."""
+        if self._copies.get(id(value)) is made or isinstance(value, set):
+            return
+        self._copies[id(value)] = made
+        parts = _parts(made)
+        for at, part in _parts(value).items():
+            if type(part) in CONTAINERS and type(parts.get(at)) is type(part):
+                self.take(part, parts[at])
+
     def copy_of(self, then: Any) -> Any:
         """Return a copy of what was copied before; of too much one that shares what it holds."""
         try:
