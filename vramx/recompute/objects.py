@@ -258,9 +258,11 @@ class Copier:
 
     def take(self, value: Any, made: Any) -> None:
         """Have something else for a copy of a container, and its containers for those in it."""
-        if self._copies.get(id(value)) is made or isinstance(value, set):
+        if self._copies.get(id(value)) is made:
             return
         self._copies[id(value)] = made
+        if isinstance(value, set):
+            return
         parts = _parts(made)
         for at, part in _parts(value).items():
             if type(part) in CONTAINERS and type(parts.get(at)) is type(part):
