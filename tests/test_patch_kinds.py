@@ -75,7 +75,7 @@ def test_compiled_module_is_packed_and_restored_and_may_set_attributes() -> None
 def test_module_whose_class_cannot_be_followed_is_named_and_nothing_is_changed() -> None:
     net = nn.Sequential(Plain(), torch.jit.script(nn.Linear(2, 2)))
     before = states(net)
-    with pytest.raises(InvalidValueError, match="RecursiveScriptModule cannot be changed"):
+    with pytest.raises(InvalidValueError, match=r"RecursiveScriptModule .* as a part"):
         vramx.checkpoint_modules(net, where=lambda module: module in net.children())
     assert states(net) == before
 
