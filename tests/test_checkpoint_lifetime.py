@@ -84,6 +84,20 @@ def test_what_a_module_keeps_of_a_call_goes_with_the_next(where: str, level: Any
     assert _alive_after(3, step) == _alive_after(4, step)
 
 
+@pytest.mark.parametrize("where", [where for where in KEPT if "hook" not in where])
+def test_what_a_module_within_another_keeps_goes_too(where: str) -> None:
+    net = nn.Sequential(Keeps(KEPT[where]), nn.Linear(WIDTH, WIDTH))
+    net[0].aside._forward_hooks.clear()
+    regions = (net, net[0])
+    vramx.checkpoint_modules(net, lambda module: module in regions, level="keep")
+
+    def step() -> Tensor:
+        made: Tensor = net(torch.ones(4, WIDTH, requires_grad=True))
+        return made
+
+    assert _alive_after(4, step) == _alive_after(3, step)
+
+
 def test_what_a_function_keeps_of_a_call_goes_with_the_next() -> None:
     net = Keeps(KEPT["nowhere but by a hook"])
     kept, items = None, [torch.zeros(1)]

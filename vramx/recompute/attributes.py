@@ -137,7 +137,8 @@ class _Before:
 
     # Lives until backward: the fewer objects, the rarer Python's collector runs.
     __slots__ = (
-        *("_changed", "_going", "_held", "_is_first", "_is_new", "_is_training", "_left_bytes"),
+        *("_changed", "_going", "_held", "_is_first", "_is_new", "_is_training", "_keys"),
+        "_left_bytes",
         *("_module", "_own", "_region", "_thens", "_values", "_with_graphs"),
     )
 
@@ -151,6 +152,7 @@ class _Before:
         self._changed: set[str] | frozenset[str] = _NO_NAMES
         self._thens: dict[str, Any] = _NOTHING
         self._with_graphs: list[str] = []  # containers and objects
+        self._keys: dict[str, int] = {}  # the ids of containers of which there are copies
         self._left_bytes = MOST_BYTES  # of copies of tensors
         # What a container holds: the attribute's name, a tensor, its version.
         self._held: list[tuple[str, Tensor, int]] = []
@@ -164,10 +166,13 @@ class _Before:
         if known is not None:
             self._changed = known.changed
             names = names if self._is_new else known.looked_at
-        self._thens = {name: self._then(name, copies) for name in self._names(names)}
+        self._thens = thens = {name: self._then(name, copies) for name in self._names(names)}
+        values = self._values
+        self._keys = {
+            name: id(values[name]) for name in thens if is_pair(values[name], thens[name])
+        }
         if self._is_new:
-            values = self._values.values()
-            self._going = [(x, progress_of(x)) for x in values if has_no_other(x)]
+            self._going = [(x, progress_of(x)) for x in values.values() if has_no_other(x)]
 
     @property
     def is_to_be_watched(self) -> bool:
@@ -183,8 +188,7 @@ class _Before:
 
     @property
     def pairs(self) -> list[Pair]:
-        pairs = ((self._values[name], then) for name, then in self._thens.items())
-        return [pair for pair in pairs if is_pair(*pair)]
+        return [(key, self._thens[name]) for name, key in self._keys.items()]
 
     def _then(self, name: str, copies: _Copies) -> Any:
         """Return what an attribute is; of a tensor also its version."""
@@ -257,9 +261,9 @@ class _Before:
                 if then is not None and then[0] is value:
                     self._thens[name] = bare, then[1]
             elif name in self._with_graphs:
-                self._thens[name] = bare = forgetting.copy_of(then)
-                if self._own.get(name) is not value:
-                    self._values[name] = bare
+                self._thens[name] = self._values[name] = forgetting.copy_of(then)
+            elif then is not None:
+                self._values[name] = then  # the run may have put one with a graph into the other
 
     def _is_as_before(self, memory: Collection[int] = ()) -> bool:
         """Tell whether all attributes are the same objects, and nothing was written into them."""

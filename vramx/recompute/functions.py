@@ -41,6 +41,7 @@ class _Variable(NamedTuple):
     place: Any  # a cell, or the name of a global
     value: Any
     then: Any  # the value, or a copy of a container
+    key: int = 0  # the id of a container of which there is a copy
 
     def is_other(self, now: Any) -> bool:
         return now is not self.value or (self.then is not now and differs(self.then, now))
@@ -58,8 +59,7 @@ class _Variable(NamedTuple):
             return _Variable(self.place, bare, bare)
         if self.then is self.value:
             return self
-        value = self.value if now is self.value else _GONE
-        return _Variable(self.place, value, forgetting.copy_of(self.then))
+        return self._replace(value=_GONE, then=forgetting.copy_of(self.then))
 
 
 _GONE = object()  # what a variable was, of which there is a copy
@@ -217,7 +217,7 @@ class Variables:
             *(each for taken in self._taken.values() for each in (*taken.cells, *taken.globals)),
             *(each for given in givens for each in given.every),
         )
-        return ((each.value, each.then) for each in variables if is_pair(each.value, each.then))
+        return ((each.key, each.then) for each in variables if each.key)
 
     def again(self, copier: Copier | None = None) -> Callable[[Any], Any]:
         """Return what gives the function, and hooks, with the variables of then."""
@@ -310,11 +310,15 @@ def _variable(place: Any, value: Any, thens: _Thens) -> _Variable:
     if kind not in CONTAINERS and not is_whole(kind):
         return _Variable(place, value, value)
     if id(value) in thens:
-        return _Variable(place, value, thens[id(value)])
+        return _Variable(place, value, thens[id(value)], _key_of(value, thens[id(value)]))
     thens[id(value)] = then = as_now(value)
     if then is value and isinstance(value, Iterator):
         tell_of_advance(value)
-    return _Variable(place, value, then)
+    return _Variable(place, value, then, _key_of(value, then))
+
+
+def _key_of(value: Any, then: Any) -> int:
+    return id(value) if is_pair(value, then) else 0
 
 
 def _is_set(name: str, cell: CellType) -> bool:

@@ -19,12 +19,13 @@ from vramx.recompute.wholes import CONTAINERS
 _OPENED = (tuple, *CONTAINERS)
 _MOST_DEPTH = 4  # of containers in containers
 _Place = tuple[Any, ...]  # what leads to a container: numbers and keys
-# A container, and its copy from before the region ran.
-Pair = tuple[Any, Any]
+# The id of a container, and its copy from before the region ran. It was alive when all ids were
+# taken; what else has its id later is asked for by none.
+Pair = tuple[int, Any]
 
 
 class Shared:
-    """The containers among a region's arguments, by ids: what else has them keeps them alive."""
+    """The containers among a region's arguments, by ids."""
 
     def __init__(self, arguments: tuple[Any, Any]) -> None:
         args, kwargs = arguments
@@ -41,8 +42,8 @@ class Shared:
         """
         copier = Copier()
         thens: dict[int, dict[int, Any]] = {}
-        for value, then in pairs:
-            thens.setdefault(id(value), {})[id(then)] = then
+        for key, then in pairs:
+            thens.setdefault(key, {})[id(then)] = then
         for key, copies in thens.items():
             place = self._places.get(key)
             if place is None and len(copies) == 1:
