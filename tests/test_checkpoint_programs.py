@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
 from vramx.compression import enclosing
+from vramx.recompute import region
 from vramx.recompute.structure import flatten
 
 __all__ = ["quiet", "seeds"]
@@ -178,6 +179,107 @@ def test_sparse_neighbours_are_multiplied_as_without(name: str) -> None:
     plain = gradient(layer(x * 1.0))
     # Its products are not known to be smooth, so that the input is kept exactly.
     assert torch.equal(gradient(vramx.checkpoint(layer, x * 1.0, level=SMALL)), plain)
+
+
+class Fading(nn.Module):
+    """A layer whose neighbours are a buffer; each call leaves them weaker, or takes others."""
+
+    def __init__(self, layout: str, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(64, 64), how
+        neighbours = (torch.rand(128, 128) > 0.9).float()
+        sparse = neighbours.to_sparse() if layout == "coo" else neighbours.to_sparse_csr()
+        if how == "a constant parameter":
+            self.neighbours = nn.Parameter(sparse, requires_grad=False)
+        else:
+            self.register_buffer("neighbours", sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "others":
+            self.neighbours = self.neighbours * 0.5
+        elif self.how == "weaker":
+            self.neighbours.mul_(0.5)
+        result: Tensor = torch.sparse.mm(self.neighbours, self.linear(x))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch calls one layout a prototype
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("how", ["as they are", "others", "weaker", "a constant parameter"])
+def test_sparse_buffers_are_as_the_call_found_them(how: str, layout: str) -> None:
+    def after_two_steps(*, checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = Fading(layout, how)
+        if checkpointed:
+            vramx.checkpoint_modules(layer, lambda module: module is layer, level=SMALL)
+        for _ in range(2):
+            x = torch.randn(128, 64, requires_grad=True)
+            layer(x).square().sum().backward()
+        assert layer.linear.weight.grad is not None
+        return [layer.linear.weight.grad, layer.neighbours.to_dense()]
+
+    expected = after_two_steps(checkpointed=False)
+    for found, wanted in zip(after_two_steps(checkpointed=True), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+class Centred(nn.Module):
+    """Takes away a mean that follows its input, past the version of the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data.lerp_(x.detach().mean(0), 0.5)
+        centred: Tensor = self.linear(x - self.mean)
+        return centred.sin()
+
+
+class Dropping(nn.Module):
+    """Runs some of its layers in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Centred() for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        for number in chosen:
+            x = x + self.layers[number](x)
+        return x
+
+
+@LEVELS
+def test_layers_that_are_dropped_in_the_first_step_are_seen_in_theirs(level: Any) -> None:
+    def after(*, checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net, found = Dropping(), []
+        if checkpointed:
+            vramx.checkpoint_modules(net, lambda module: module is net, level=level)
+        for chosen in ((0,), (0, 1), (1,), (0, 1, 2), (0, 2)):
+            net.zero_grad()
+            net(torch.randn(4, 8, requires_grad=True), chosen).square().sum().backward()
+            found += [p.grad for p in net.parameters() if p.grad is not None]
+        return [*found, *net.buffers()]
+
+    check_near(after(checkpointed=True), after(checkpointed=False), level)
+
+
+def test_a_layer_that_never_runs_is_watched_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = []
+
+    class Counts(region.Operators):
+        def __enter__(self) -> Any:
+            watched.append(self)
+            return super().__enter__()
+
+    monkeypatch.setattr(region, "Operators", Counts)
+    net = Dropping()
+    vramx.checkpoint_modules(net, lambda module: module is net, level="keep")
+    for _ in range(12):
+        net(torch.randn(4, 8, requires_grad=True), (0, 1))
+    assert len(watched) < 12
 
 
 # What is saved before it is filled: torch would end the recomputation there.

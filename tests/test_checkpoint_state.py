@@ -194,3 +194,68 @@ def test_a_cache_of_transformers_is_filled_once(kind: str) -> None:
     assert type(cache).__name__ == kind
     check_near([found], [expected])
     assert cache.get_seq_length() == 12
+
+
+class Features(nn.Module):
+    """Reads what a layer of it has put into a container, which it comes by in two ways."""
+
+    def __init__(self, noted: Any, ways: str) -> None:
+        super().__init__()
+        self.inner, self.ways = nn.Linear(WIDTH, WIDTH), ways
+        if "a hook's variable" in ways:
+            self.inner.register_forward_hook(lambda *call: noted[0].update(made=call[2]))
+        elif "a hook's attribute" in ways:
+            self.inner.register_forward_hook(Notes(noted))
+        if "an attribute" in ways:
+            self.noted = noted
+
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        noted = self.noted if given is None else given
+        y = self.inner(x).tanh()
+        if "in place" in self.ways:
+            self.noted[0]["made"] = y * 2
+        result: Tensor = y * noted[0]["made"]
+        return result
+
+
+class Notes:
+    def __init__(self, noted: Any) -> None:
+        self.noted = noted
+
+    def __call__(self, module: nn.Module, given: Any, made: Tensor) -> None:
+        self.noted[0]["made"] = made
+
+
+@LEVELS
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        "an argument and a hook's variable",
+        "an argument and a hook's attribute",
+        "an argument and an attribute in place",
+        "an attribute and a hook's variable",
+        "an attribute and a hook's attribute",
+    ],
+)
+def test_a_container_that_is_had_in_two_ways_is_one(
+    ways: str, steps_before: int, level: Any
+) -> None:
+    def gradients(*, checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        noted: list[dict[str, Tensor]] = [{}]
+        net = Features(noted, ways)
+        given = [noted] if "an argument" in ways else []
+        found = []
+        for step in range(3):
+            if step == steps_before and checkpointed:
+                vramx.checkpoint_modules(net, lambda module: module is net, level=level)
+            net.zero_grad()
+            net(torch.randn(4, WIDTH, requires_grad=True), *given).square().sum().backward()
+            assert net.inner.weight.grad is not None
+            found.append(net.inner.weight.grad)
+        return found
+
+    expected = gradients(checkpointed=False)
+    for found, wanted in zip(gradients(checkpointed=True), expected, strict=True):
+        check_near([found], [wanted], level)

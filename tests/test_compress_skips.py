@@ -182,6 +182,15 @@ def test_sparse_and_nested_tensors_are_kept() -> None:
     assert "packed" not in reasons
 
 
+def test_a_module_with_sparse_buffers_packs_its_activations() -> None:
+    block, x = Block(), torch.randn(2, 8, 64)
+    block.register_buffer("neighbours", torch.eye(64).to_sparse())
+    expected = block(x)
+    vramx.compressed_activations(block, min_bytes=0)
+    torch.testing.assert_close(block(x), expected)
+    assert vramx.compression_stats(block).packed.tensors > 0
+
+
 def ragged(*parts: torch.Tensor) -> torch.Tensor:
     """Return attention over parts of unequal lengths: of tensors that have no sizes."""
     with warnings.catch_warnings():

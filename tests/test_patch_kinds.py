@@ -75,7 +75,7 @@ def test_compiled_module_is_packed_and_restored_and_may_set_attributes() -> None
 def test_module_whose_class_cannot_be_followed_is_named_and_nothing_is_changed() -> None:
     net = nn.Sequential(Plain(), torch.jit.script(nn.Linear(2, 2)))
     before = states(net)
-    with pytest.raises(InvalidValueError, match="RecursiveScriptModule cannot be changed"):
+    with pytest.raises(InvalidValueError, match=r"RecursiveScriptModule .* as a part"):
         vramx.checkpoint_modules(net, where=lambda module: module in net.children())
     assert states(net) == before
 
@@ -212,6 +212,29 @@ def test_classes_whose_first_base_has_no_dict_are_changed(cls: Any) -> None:
     vramx.restore(model)
     assert [type(each) for each in model] == [cls, cls]
     assert [*Abstract.registered, *Slotted.registered] == known
+
+
+class Learner(abc.ABC):  # noqa: B024 - as libraries have it
+    """What a library puts beside the class of a module, to have a copy with weights of its own."""
+
+    fast: Any = None
+
+
+@pytest.mark.parametrize("cls", [Plain, OfABC, OfGeneric])
+def test_a_class_may_be_made_of_that_of_a_changed_module_and_an_abstract_one(cls: Any) -> None:
+    module = cls()
+    x = of_width(module)
+    expected = module(x)
+    vramx.compressed_activations(module, **OPTIONS)
+    made = type("Functional", (type(module), Learner), {})
+    functional = made.__new__(made)
+    vars(functional).update(vars(module))
+    assert isinstance(functional, cls)
+    assert isinstance(functional, Learner)
+    assert torch.equal(functional(x), expected)
+    assert torch.equal(module(x), expected)
+    vramx.restore(module)
+    assert type(module) is cls
 
 
 @pytest.mark.parametrize("order", ["parametrize put take restore", "put parametrize restore take"])

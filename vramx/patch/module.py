@@ -21,6 +21,7 @@ from dataclasses import replace
 from types import MethodType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from vramx.errors import InvalidValueError
@@ -184,6 +185,7 @@ def _set_class(module: nn.Module, changes: tuple[Change, ...]) -> None:
         if cls is not wanted:
             object.__setattr__(module, "__class__", wanted)
     except (AttributeError, TypeError, RuntimeError) as error:
-        raise InvalidValueError(
-            f"a {cls.__name__} cannot be changed: {' '.join(str(error).split())}"
-        ) from None
+        why = " ".join(str(error).split())
+        if isinstance(module, torch.jit.ScriptModule):
+            why = "it is of TorchScript; change the module that has it as a part"
+        raise InvalidValueError(f"a {cls.__name__} cannot be changed: {why}") from None

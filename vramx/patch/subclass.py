@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import inspect
+from abc import ABCMeta
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -136,11 +137,13 @@ def _class_for(module: Any, wanted: Any) -> Any:
     return wanted if issubclass(wanted, Patched) else patched_class(wanted, patch.mixins)
 
 
-class StandIn(type):
+class StandIn(ABCMeta):
     """The metaclass of our classes: what is set on one is meant for the class that it stands for.
 
     So a forward that a program gives `type(module)` is that of all modules of the class, is still
-    there after restore(), and the changes are around it.
+    there after restore(), and the changes are around it. A program may also make a class of
+    `type(module)` and one of its own, as libraries that learn to learn do: theirs is often an
+    abstract one, and Python wants one metaclass to be a class of the other.
     """
 
     def __setattr__(cls, name: str, value: Any) -> None:

@@ -9,9 +9,10 @@ run, and leaves them as it found them. Not responsible for parameters, buffers, 
 So are those of other objects that a region's function is, is bound to, closes over or was given.
 Objects, and what containers hold, are copied before a module's first run, which tells whether it
 changes them, and later only if it does; all else is looked at in each call. What an attribute held
-before stays until the region's graph is gone. A module that writes into a tensor which it has left
-alone in its first run, or into a large one, is warned of. A call costs a microsecond for each
-module; a region is recomputed by one thread at a time.
+before stays until the region's graph is gone, without a graph of its own if a run put something
+else there: that one may have what was there before it. A module that writes into a tensor which it
+has left alone in its first run, or into a large one, is warned of. A call costs a microsecond for
+each module; a region is recomputed by one thread at a time.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ from vramx.recompute.objects import (
     FIXED,
     MOST_BYTES,
     Copier,
+    Forgetting,
     TooLargeError,
     differs,
     storage_of,
     version_of,
+    without_graph,
 )
+from vramx.recompute.shared import Pair, is_pair
 from vramx.recompute.wholes import (
     CONTAINERS,
     as_now,
@@ -108,15 +112,24 @@ class _Copies:
 
     def __init__(self) -> None:
         self._copier = Copier()
+        self._have_graphs: set[int] = set()  # the ids of copies
 
     def copy(self, value: Any) -> tuple[Any, list[Tensor]]:
         """Return a copy, and the tensors within that were not met before."""
         met = len(self._copier.tensors)
         try:
-            return self._copier.copy(value), self._copier.tensors[met:]
+            made = self._copier.copy(value)
+            held = self._copier.tensors[met:]
+            if any(tensor.grad_fn is not None for tensor in held):
+                self._have_graphs.add(id(made))
+            return made, held
         except TooLargeError:
             self._copier = Copier()  # it is full, of what nobody has
             return as_now(value), []
+
+    def has_graphs(self, made: Any) -> bool:
+        """Tell whether a tensor in a copy has a graph."""
+        return id(made) in self._have_graphs
 
 
 class _Before:
@@ -124,8 +137,9 @@ class _Before:
 
     # Lives until backward: the fewer objects, the rarer Python's collector runs.
     __slots__ = (
-        *("_changed", "_going", "_held", "_is_first", "_is_new", "_is_training", "_left_bytes"),
-        *("_module", "_own", "_region", "_thens", "_values"),
+        *("_changed", "_going", "_held", "_is_first", "_is_new", "_is_training", "_keys"),
+        "_left_bytes",
+        *("_module", "_own", "_region", "_thens", "_values", "_with_graphs"),
     )
 
     def __init__(self, module: Any, copies: _Copies, region: RegionKind) -> None:
@@ -137,6 +151,8 @@ class _Before:
         self._is_new = self._is_first = False
         self._changed: set[str] | frozenset[str] = _NO_NAMES
         self._thens: dict[str, Any] = _NOTHING
+        self._with_graphs: list[str] = []  # containers and objects
+        self._keys: dict[str, int] = {}  # the ids of containers of which there are copies
         self._left_bytes = MOST_BYTES  # of copies of tensors
         # What a container holds: the attribute's name, a tensor, its version.
         self._held: list[tuple[str, Tensor, int]] = []
@@ -150,10 +166,13 @@ class _Before:
         if known is not None:
             self._changed = known.changed
             names = names if self._is_new else known.looked_at
-        self._thens = {name: self._then(name, copies) for name in self._names(names)}
+        self._thens = thens = {name: self._then(name, copies) for name in self._names(names)}
+        values = self._values
+        self._keys = {
+            name: id(values[name]) for name in thens if is_pair(values[name], thens[name])
+        }
         if self._is_new:
-            values = self._values.values()
-            self._going = [(x, progress_of(x)) for x in values if has_no_other(x)]
+            self._going = [(x, progress_of(x)) for x in values.values() if has_no_other(x)]
 
     @property
     def is_to_be_watched(self) -> bool:
@@ -166,6 +185,10 @@ class _Before:
     @property
     def generators(self) -> list[Any]:
         return [self._values[name] for name in self._thens if is_generator(self._values[name])]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        return [(key, self._thens[name]) for name, key in self._keys.items()]
 
     def _then(self, name: str, copies: _Copies) -> Any:
         """Return what an attribute is; of a tensor also its version."""
@@ -182,12 +205,14 @@ class _Before:
             return copy_of(value), version_of(value)
         if self._is_new or name in self._changed:
             made, held = copies.copy(value)
+            if copies.has_graphs(made):
+                self._with_graphs.append(name)
             if self._is_new:
                 self._held += [(name, tensor, version_of(tensor)) for tensor in held]
             return made
         return as_now(value)
 
-    def note(self, memory: Collection[int] = (), elsewhere: Collection[int] = ()) -> None:
+    def note(self, memory: Collection[int], elsewhere: Collection[int]) -> None:
         """Note what the module's first run changed, and wrote to memory.
 
         `elsewhere` are the ids of tensors that others put back.
@@ -221,6 +246,24 @@ class _Before:
         regions = Regions() if before is None else before.regions
         regions.note(self._region)
         noted[self._is_training] = _Known(len(own), looked_at, self._changed, regions)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether runs of the module have put something else in the place of an attribute."""
+        return bool(self._changed)
+
+    def forget_graphs(self, forgetting: Forgetting) -> None:
+        """Hold no graph of what runs put something else in the place of."""
+        for name in self._changed & self._values.keys():
+            value, then = self._values[name], self._thens.get(name)
+            if isinstance(value, Tensor):
+                self._values[name] = bare = without_graph(value)
+                if then is not None and then[0] is value:
+                    self._thens[name] = bare, then[1]
+            elif name in self._with_graphs:
+                self._thens[name] = self._values[name] = forgetting.copy_of(then)
+            elif then is not None:
+                self._values[name] = then  # the run may have put one with a graph into the other
 
     def _is_as_before(self, memory: Collection[int] = ()) -> bool:
         """Tell whether all attributes are the same objects, and nothing was written into them."""
@@ -313,11 +356,22 @@ class Attributes:
         """
         for before in self._before:
             before.note(memory, elsewhere)
+        changed = [before for before in self._before if before.has_changed]
+        if changed:
+            forgetting = Forgetting()
+            for before in changed:
+                before.forget_graphs(forgetting)
+
+    @property
+    def pairs(self) -> Iterator[Pair]:
+        """The containers in attributes with their copies from before."""
+        for before in self._before:
+            yield from before.pairs
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self, copier: Copier | None = None) -> Iterator[None]:
         """Have the modules the attributes of then meanwhile."""
-        copier = Copier()
+        copier = Copier() if copier is None else copier
         found = [(before, before.others(copier)) for before in self._before]
         changed = [(before, others, before.now(others)) for before, others in found if others]
         try:

@@ -6,7 +6,8 @@ layer that makes its weight shorter. What a region writes is told by versions an
 the first run of a module, in training and in evaluation, by its operations, for versions do not
 tell of a write through `.data`. A module may be part of several regions and run in one of them, as
 one that a hook of its parent calls: it is watched in the first run of each. What a module wrote
-once, it is taken to write in each call. For a recomputation modules have copies of it.
+once, it is taken to write in each call. For a recomputation modules have copies of it. One that a
+first run passes over, as a layer that is dropped by chance, is watched in the next ones.
 
 Parameters may be all of a model: the first run of a module copies each just before an operation
 writes to it, and small ones that need no gradient, as a counter or the state of a generator that a
@@ -40,6 +41,7 @@ from vramx.recompute.stand_ins import (
     as_they_lay,
     is_small_constant,
     may_be_had_otherwise,
+    may_share_memory,
 )
 
 _Members = dict[str, Any]  # the buffers of a module, or its parameters
@@ -77,6 +79,12 @@ class _Seen(NamedTuple):
 class _Written(NamedTuple):
     names: set[str]  # of what a module writes
     regions: Regions  # those whose first run has shown it
+    passed: list[RegionKind]  # those whose watched runs have passed it over, once for each
+
+
+# Runs of regions that are watched for a module which they pass over. Where layers are dropped with
+# a chance of a half, all but one of 256 are seen so; what is never run costs as many slow calls.
+_MOST_PASSES = 8
 
 
 # By whether the module trains; absent: not known yet.
@@ -100,6 +108,7 @@ class Buffers:
         self._known: set[tuple[int, str]] = set()  # what its module has written before
         self._left_alone: set[tuple[int, str]] = set()  # buffers that it has not
         self._statistics: dict[int, nn.Module] = {}  # by their memory, of norms that are new
+        self._given: set[int] | None = None  # memory that operations took, where they are watched
         for module in modules:
             if isinstance(module, torch.jit.ScriptModule):  # whose operations nobody sees
                 own = _OfScript(module)
@@ -138,7 +147,11 @@ class Buffers:
         if self._uncopied is None:
             self._uncopied = {}
             for seen in self._seen:
-                if seen.numel >= 0 and seen.members is seen.module._parameters:
+                if (
+                    seen.numel >= 0
+                    and seen.members is seen.module._parameters
+                    and seen.tensor.layout is torch.strided
+                ):
                     self._uncopied.setdefault(storage_of(seen.tensor), []).append(seen)
         for target in tree_leaves(list(targets)):
             if isinstance(target, Tensor) and target.layout is torch.strided:
@@ -147,13 +160,14 @@ class Buffers:
                     self._copies.setdefault((id(seen.module), seen.name), copy)
 
     def note_read(self, arguments: Iterable[Any], written: Collection[Any]) -> None:
-        """Note the norms whose statistics an operation takes, but for what it only writes to."""
-        if not self._statistics:
-            return
+        """Note what an operation takes, and norms whose statistics it does not only write to."""
         own = {id(target) for target in written}
+        given = self._given = set() if self._given is None else self._given
         for tensor in tree_leaves(list(arguments)):
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                module = self._statistics.get(storage_of(tensor))
+                storage = storage_of(tensor)
+                given.add(storage)
+                module = self._statistics.get(storage)
                 if module is not None and id(tensor) not in own:
                     _is_read.beside(module)[module] = True
 
@@ -178,7 +192,23 @@ class Buffers:
             return True
         if seen.address >= 0 and _address(now) != seen.address:
             return True
-        return bool(self._memory) and storage_of(now) in self._memory
+        return self._memory_is_written(now)
+
+    def _memory_is_written(self, tensor: Tensor) -> bool:
+        if not self._memory or tensor.layout is not torch.strided:
+            return False
+        return storage_of(tensor) in self._memory
+
+    def _has_run(self, module: nn.Module) -> bool:
+        """Tell whether a watched run came by a module, as what its operations took tells.
+
+        It may have passed it over, as one that drops layers by chance, or has experts, does.
+        """
+        if self._given is None:
+            return True
+        own: list[Any] = [*module._parameters.values(), *module._buffers.values()]
+        plain = [tensor for tensor in own if may_share_memory(tensor)]
+        return not plain or any(storage_of(tensor) in self._given for tensor in plain)
 
     def settle(self) -> None:
         """Note what the first run wrote."""
@@ -189,9 +219,12 @@ class Buffers:
                 names[seen.name] = seen.members
         for module, names in moved.items():
             written = _written.beside(module).setdefault(module, {})
-            noted = written.setdefault(module.training, _Written(set(), Regions()))
+            noted = written.setdefault(module.training, _Written(set(), Regions(), []))
             noted.names.update(names)
-            noted.regions.note(self._region)
+            if self._has_run(module) or len(noted.passed) == _MOST_PASSES:
+                noted.regions.note(self._region)
+            else:
+                noted.passed.append(self._region)
             # The kernels of norms write statistics without a new version.
             if isinstance(module, _NormBase) and _moves(module, names):
                 names.update(dict.fromkeys(module._buffers, module._buffers))
@@ -203,7 +236,7 @@ class Buffers:
                     tell_of_write(module, name, "which it left alone before", "in each call")
                 self._kept.append(_Kept(members, name, value))
         self._seen, self._copies, self._memory, self._uncopied = [], {}, set(), None
-        self._statistics = {}
+        self._statistics, self._given = {}, None
         self._known, self._left_alone = set(), set()
 
     @property
@@ -284,7 +317,7 @@ def _changeable(
 
 def _address(tensor: Tensor) -> int:
     """Return where a plain tensor lies, unseen by a region around this one; -1 of any other."""
-    if type(tensor) not in (Tensor, nn.Parameter):
+    if not may_share_memory(tensor):
         return -1
     with torch._C.DisableTorchFunction():
         return tensor.data_ptr()

@@ -22,7 +22,15 @@ from torch import Tensor
 
 from vramx.errors import warn_once
 from vramx.recompute.buffers import tell_of_change
-from vramx.recompute.objects import Copier, TooLargeError, differs, version_of
+from vramx.recompute.objects import (
+    Copier,
+    Forgetting,
+    TooLargeError,
+    differs,
+    version_of,
+    without_graph,
+)
+from vramx.recompute.shared import Pair, is_pair
 from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, tell_of_advance
 
 # Decorators over decorators; what lies deeper is shared.
@@ -33,6 +41,7 @@ class _Variable(NamedTuple):
     place: Any  # a cell, or the name of a global
     value: Any
     then: Any  # the value, or a copy of a container
+    key: int = 0  # the id of a container of which there is a copy
 
     def is_other(self, now: Any) -> bool:
         return now is not self.value or (self.then is not now and differs(self.then, now))
@@ -41,6 +50,19 @@ class _Variable(NamedTuple):
         """Return the value of then; what was not copied then is shared."""
         return self.value if self.then is self.value else copier.copy_of(self.then)
 
+    def forgetting(self, now: Any, forgetting: Forgetting) -> _Variable:
+        """Return one that holds no graph, where a run put something else in its place."""
+        if not self.is_other(now):
+            return self
+        if isinstance(self.value, Tensor):
+            bare = without_graph(self.value)
+            return _Variable(self.place, bare, bare)
+        if self.then is self.value:
+            return self
+        return self._replace(value=_GONE, then=forgetting.copy_of(self.then))
+
+
+_GONE = object()  # what a variable was, of which there is a copy
 
 # By the id of a container its copy, for all that have it to have one.
 _Thens = dict[int, Any]
@@ -57,6 +79,12 @@ class _Given:
 
     def is_other(self) -> bool:
         return any(each.is_other(each.value) for each in self.every)
+
+    def forget(self, forgetting: Forgetting) -> None:
+        self._args = [each.forgetting(each.value, forgetting) for each in self._args]
+        for name, each in self._kwargs.items():
+            self._kwargs[name] = each.forgetting(each.value, forgetting)
+        self.every = (*self._args, *self._kwargs.values())
 
     def again(self, copier: Copier) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the values of then."""
@@ -90,6 +118,15 @@ class _Taken:
         named = any(each.is_other(known.get(each.place)) for each in self.globals)
         return cells or named or self.given.is_other()
 
+    def forget(self, forgetting: Forgetting) -> None:
+        known = self.function.__globals__
+        now = [each.place.cell_contents for each in self.cells]
+        cells = zip(self.cells, now, strict=True)
+        self.cells = [each.forgetting(value, forgetting) for each, value in cells]
+        named = ((each, known.get(each.place)) for each in self.globals)
+        self.globals = [each.forgetting(value, forgetting) for each, value in named]
+        self.given.forget(forgetting)
+
 
 class Variables:
     """The variables of a function, and of those that it is made of or closes over, as they are now.
@@ -119,13 +156,16 @@ class Variables:
             for key, each in known.items()
             if type(each) is functools.partial
         }
-        self._versions = [
+        self._versions = self._versions_now()
+        self._changes = False  # in a run
+
+    def _versions_now(self) -> list[tuple[Tensor, int]]:
+        return [
             (each.value, version_of(each.value))
             for taken in self._taken.values()
             for each in (*taken.cells, *taken.globals)
             if isinstance(each.value, Tensor)
         ]
-        self._changes = False  # in a run
 
     @property
     def objects(self) -> list[Any]:
@@ -144,8 +184,21 @@ class Variables:
         """See what a run of the function did: say once where it wrote into a tensor."""
         if any(version_of(tensor) != version for tensor, version in self._versions):
             _say_written(getattr(self._function, "__qualname__", type(self._function).__name__))
-        self._versions = [(tensor, version_of(tensor)) for tensor, _ in self._versions]
         self._changes = self._is_other()
+        if self._changes:
+            self._forget_graphs()
+        self._versions = self._versions_now()
+
+    def _forget_graphs(self) -> None:
+        """Hold no graph of what the run put something else in the place of.
+
+        It may hold an earlier call, and that one what was there before it.
+        """
+        forgetting = Forgetting()
+        for taken in self._taken.values():
+            taken.forget(forgetting)
+        for given in self._given.values():
+            given.forget(forgetting)
 
     def _is_other(self) -> bool:
         others = any(each.is_other() for each in self._taken.values())
@@ -156,14 +209,24 @@ class Variables:
         again: Callable[..., Any] = self.again()(self._function)
         return again
 
-    def again(self) -> Callable[[Any], Any]:
+    @property
+    def pairs(self) -> Iterator[Pair]:
+        """The containers in variables with their copies from before."""
+        givens = (*self._given.values(), *(each.given for each in self._taken.values()))
+        variables = (
+            *(each for taken in self._taken.values() for each in (*taken.cells, *taken.globals)),
+            *(each for given in givens for each in given.every),
+        )
+        return ((each.key, each.then) for each in variables if each.key)
+
+    def again(self, copier: Copier | None = None) -> Callable[[Any], Any]:
         """Return what gives the function, and hooks, with the variables of then."""
         if any(version_of(tensor) != version for tensor, version in self._versions):
             tell_of_change()
         self._versions = []
         if not self._changes and not self._is_other():
             return _as_it_is
-        copier, cells = Copier(), dict[int, CellType]()
+        copier, cells = Copier() if copier is None else copier, dict[int, CellType]()
         named = self._globals(copier)
         for each in self._taken.values():
             cells.update((id(variable.place), CellType()) for variable in each.cells)
@@ -247,11 +310,15 @@ def _variable(place: Any, value: Any, thens: _Thens) -> _Variable:
     if kind not in CONTAINERS and not is_whole(kind):
         return _Variable(place, value, value)
     if id(value) in thens:
-        return _Variable(place, value, thens[id(value)])
+        return _Variable(place, value, thens[id(value)], _key_of(value, thens[id(value)]))
     thens[id(value)] = then = as_now(value)
     if then is value and isinstance(value, Iterator):
         tell_of_advance(value)
-    return _Variable(place, value, then)
+    return _Variable(place, value, then, _key_of(value, then))
+
+
+def _key_of(value: Any, then: Any) -> int:
+    return id(value) if is_pair(value, then) else 0
 
 
 def _is_set(name: str, cell: CellType) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vramx.recompute.buffers import tell_of_change, tell_of_update
+from vramx.recompute.objects import without_graph
 
 _PLAIN = (Tensor, nn.Parameter, type(None))  # a buffer may be none
 _Script = torch.jit.ScriptModule
@@ -62,6 +63,18 @@ class Members:
         """
         self._versions = [parameter._version for parameter in self._learnt]
         self._read = [id(parameter) not in written for parameter in self._learnt]
+
+    def forget_graphs(self) -> None:
+        """Hold no graph of buffers that the first run has put others in the place of.
+
+        It may hold an earlier call, and that one what was there before it.
+        """
+        for own, then in zip(self._tensors[1::2], self._thens[1::2], strict=True):
+            if not then or _is_same(own, then):
+                continue
+            for name, buffer in then.items():
+                if buffer is not None and own.get(name) is not buffer:
+                    then[name] = without_graph(buffer)
 
     def _check(self) -> None:
         now = [parameter._version for parameter in self._learnt]

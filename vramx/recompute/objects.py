@@ -171,6 +171,22 @@ def storage_of(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
 
+def without_graph(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same memory that requires a gradient too, and has no graph.
+
+    Itself if it has none, or is of a class of its own.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True) * 2
+        >>> y = without_graph(x)
+        >>> y.is_leaf, y.requires_grad, y.data_ptr() == x.data_ptr()
+        (True, True, True)
+    """
+    if type(tensor) is not Tensor or tensor.grad_fn is None:
+        return tensor
+    return tensor.detach().requires_grad_()
+
+
 def differs(then: Any, now: Any, around: frozenset[tuple[int, int]] = frozenset()) -> bool:
     """Tell whether what was copied is another thing by now.
 
@@ -240,6 +256,18 @@ class Copier:
             raise TooLargeError
         return self._copied(value)
 
+    def take(self, value: Any, made: Any) -> None:
+        """Have something else for a copy of a container, and its containers for those in it."""
+        if self._copies.get(id(value)) is made:
+            return
+        self._copies[id(value)] = made
+        if isinstance(value, set):
+            return
+        parts = _parts(made)
+        for at, part in _parts(value).items():
+            if type(part) in CONTAINERS and type(parts.get(at)) is type(part):
+                self.take(part, parts[at])
+
     def copy_of(self, then: Any) -> Any:
         """Return a copy of what was copied before; of too much one that shares what it holds."""
         try:
@@ -301,6 +329,22 @@ class Copier:
         for name in _slots(type(value)):
             if hasattr(value, name):
                 object.__setattr__(shallow, name, self.copy(getattr(value, name)))
+
+
+class Forgetting(Copier):
+    """Copies in which no tensor has a graph, of what was copied before.
+
+    A state of before is kept by the graph of a call. If it had the graph of the call before, that
+    one's state of before would stay as well, and so on.
+    """
+
+    def copy(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in self._copies:
+                self.tensors.append(value)  # for its id to stay its own
+                self._copies[id(value)] = without_graph(value)
+            return self._copies[id(value)]
+        return value if is_whole(type(value)) else super().copy(value)
 
 
 def _base_of(container: Any) -> Any:

@@ -84,7 +84,7 @@ class Region:
     def _run(self, args: Any, kwargs: Any, leaves: tuple[Any, ...]) -> Any:
         inputs, self._inputs = self._inputs, None
         function, draws_again = self._function, self._draws_again
-        self._then = then = Surroundings(function, leaves, draws_again=draws_again)
+        self._then = then = Surroundings(function, leaves, (args, kwargs), draws_again=draws_again)
         buffers = then.buffers
         if inputs is not None and inputs.may_pack and not self._vouched:
             self._allowed = inputs.allowed
@@ -135,7 +135,7 @@ class Region:
                 vars(found[i]).update(notes)
         args, kwargs = self._structure.rebuild(found)
         assert self._then is not None
-        with self._then.restored() as function, Ending():
+        with self._then.restored((args, kwargs)) as function, Ending():
             if not self._is_watched and not self._ran_in_mode:
                 return saved_behind(function(*args, **kwargs))
             # Some of torch's functions, such as ctc_loss, save other tensors in a mode, and

@@ -26,12 +26,22 @@ def is_small_constant(tensor: Tensor) -> bool:
     return not tensor.requires_grad and tensor.numel() * tensor.element_size() <= _MOST_BYTES
 
 
+def may_share_memory(tensor: Any) -> bool:
+    """Tell whether a tensor is a plain one, in one piece of memory: a sparse one has several.
+
+    Example:
+        >>> may_share_memory(torch.ones(2)), may_share_memory(torch.ones(2).to_sparse())
+        (True, False)
+    """
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
 def as_they_lay(sources: list[Tensor | None], now: list[Any]) -> list[Tensor | None]:
     """Return copies of tensors which share memory where others do: views of one another."""
     copies = [None if source is None else source.detach().clone() for source in sources]
     shared: dict[int, list[int]] = {}
     for i, tensor in enumerate(now):
-        if type(tensor) in (Tensor, nn.Parameter) and copies[i] is not None:
+        if may_share_memory(tensor) and copies[i] is not None:
             shared.setdefault(storage_of(tensor), []).append(i)
     for places in shared.values():
         if len(places) == 1 or any(_has_other_form(sources[i], now[i]) for i in places):
@@ -56,7 +66,7 @@ def may_be_had_otherwise(now: Any, then: Tensor | None) -> bool:
 
     Large ones, such as a network that follows another, take too long to be written to and back.
     """
-    if type(now) not in (Tensor, nn.Parameter) or then is None or now.is_inference():
+    if not may_share_memory(now) or then is None or now.is_inference():
         return False
     return is_small_constant(now) and not _has_other_form(then, now)
 

@@ -25,15 +25,22 @@ from vramx.recompute.hooks import Hooks
 from vramx.recompute.members import Members
 from vramx.recompute.modes import Modes
 from vramx.recompute.noted import Noted, kind_of
+from vramx.recompute.shared import Shared
 
 
 class Surroundings:
     """What a function reaches, taken now; `are_new` if modules are, whose run is to be watched."""
 
     def __init__(
-        self, function: Callable[..., Any], leaves: Iterable[Any], *, draws_again: bool = True
+        self,
+        function: Callable[..., Any],
+        leaves: Iterable[Any],
+        arguments: tuple[Any, Any] = ((), {}),
+        *,
+        draws_again: bool = True,
     ) -> None:
         leaves = tuple(leaves)
+        self._shared = Shared(arguments)
         self._function = function
         modules = modules_of(function, leaves)
         self._hooks = hooks = Hooks(modules)
@@ -64,20 +71,26 @@ class Surroundings:
         self.buffers.settle()
         written = self.buffers.written
         self._attributes.settle(memory, written)
+        self._members.forget_graphs()
         if self._reads_all:
             self._members.settle(written)
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[Callable[..., Any]]:
-        """Have all as it was meanwhile; gives the function with its variables."""
+    def restored(self, arguments: tuple[Any, Any] = ((), {})) -> Iterator[Callable[..., Any]]:
+        """Have all as it was meanwhile; gives the function with its variables.
+
+        `arguments` are those that it is to be called with.
+        """
+        pairs = (*self._attributes.pairs, *self._variables.pairs)
+        copier = self._shared.copier(arguments, pairs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._modes.restored())
             stack.enter_context(self._members.restored())
             stack.enter_context(self.buffers.restored())
-            stack.enter_context(self._attributes.restored())
+            stack.enter_context(self._attributes.restored(copier))
             for generators in self._generators:
                 stack.enter_context(generators.restored())
-            again = self._variables.again()
+            again = self._variables.again(copier)
             stack.enter_context(self._hooks.replaced(again))
             yield again(self._function)
 

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from vramx.compression.codec.geometry import shape_of
 from vramx.compression.fakes import PLAIN, is_labelled
-from vramx.compression.policy.calls import GRAPH, Operation
+from vramx.compression.policy.calls import GRAPH, STRIDED, Operation
 
 # Arguments that are weights by what the operation does with them, and so never data: also where
 # they are computed from parameters (weight norm, an adapter merged into its base).
@@ -138,8 +138,12 @@ def is_any_weight(tensor: torch.Tensor, operation: Operation | None) -> bool:
 
 
 def storages_of(module: torch.nn.Module) -> frozenset[int]:
-    """Return the storages of the plain parameters and buffers, by their addresses in C++."""
-    return frozenset([t.untyped_storage()._cdata for t in _tensors_of(module)])
+    """Return the storages of the plain parameters and buffers, by their addresses in C++.
+
+    Sparse ones have none: a mask or a matrix of neighbours among the buffers.
+    """
+    tensors = [t for t in _tensors_of(module) if t.layout is STRIDED]
+    return frozenset([t.untyped_storage()._cdata for t in tensors])
 
 
 def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -1,0 +1,155 @@
+"""What a recomputed module had before a call goes when its next call has put something else there.
+
+A module may keep what it makes, and no backward pass come by it: attention maps, features for a
+look at them, losses of a router that count nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_tools import quiet, seeds
+from torch import Tensor, nn
+
+import vramx
+
+__all__ = ["quiet", "seeds"]
+pytestmark = pytest.mark.usefixtures("seeds", "quiet")
+
+WIDTH = 8
+
+
+class Keeps(nn.Module):
+    """Keeps what it makes beside its result."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.aside = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.keep = keep
+        self.kept: Any = None
+        self.items: list[Any] = []
+        self.last: deque[Any] = deque(maxlen=1)
+        self.register_buffer("state", torch.zeros(1), persistent=False)
+        self.noted: dict[str, Tensor] = {}
+        self.aside.register_forward_hook(lambda *call: noted.update(made=call[2]))
+        noted = self.noted
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).tanh()
+        self.keep(self, self.aside(hidden).tanh())
+        result: Tensor = self.down(hidden)
+        return result
+
+
+def _replace_items(module: Keeps, made: Tensor) -> None:
+    module.items.clear()
+    module.items.append(made)
+
+
+KEPT: dict[str, Callable[[Any, Tensor], Any]] = {
+    "nowhere but by a hook": lambda *_: None,
+    "in an attribute": lambda module, made: setattr(module, "kept", made),
+    "in a tuple": lambda module, made: setattr(module, "kept", (made, (made,))),
+    "in an object": lambda module, made: setattr(module, "kept", types.SimpleNamespace(map=made)),
+    "in a list in place": _replace_items,
+    "in a queue": lambda module, made: module.last.append(made),
+    "in a buffer": lambda module, made: setattr(module, "state", made),
+    "in a layer of torch": lambda module, made: setattr(module.up, "map", made),
+}
+
+
+def _alive_after(steps: int, step: Callable[[], Tensor]) -> int:
+    for _ in range(steps):
+        step().sum().backward()
+    gc.collect()
+    return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("level", ["keep", "int8"])
+@pytest.mark.parametrize("where", KEPT)
+def test_what_a_module_keeps_of_a_call_goes_with_the_next(where: str, level: Any) -> None:
+    net = Keeps(KEPT[where])
+    vramx.checkpoint_modules(net, lambda module: module is net, level=level)
+
+    def step() -> Tensor:
+        made: Tensor = net(torch.ones(4, WIDTH, requires_grad=True))
+        return made
+
+    assert _alive_after(3, step) == _alive_after(4, step)
+
+
+@pytest.mark.parametrize("where", [where for where in KEPT if "hook" not in where])
+def test_what_a_module_within_another_keeps_goes_too(where: str) -> None:
+    net = nn.Sequential(Keeps(KEPT[where]), nn.Linear(WIDTH, WIDTH))
+    net[0].aside._forward_hooks.clear()
+    regions = (net, net[0])
+    vramx.checkpoint_modules(net, lambda module: module in regions, level="keep")
+
+    def step() -> Tensor:
+        made: Tensor = net(torch.ones(4, WIDTH, requires_grad=True))
+        return made
+
+    assert _alive_after(4, step) == _alive_after(3, step)
+
+
+def test_what_a_function_keeps_of_a_call_goes_with_the_next() -> None:
+    net = Keeps(KEPT["nowhere but by a hook"])
+    kept, items = None, [torch.zeros(1)]
+
+    def function(x: Tensor) -> Tensor:
+        nonlocal kept
+        hidden = net.up(x).tanh()
+        kept = items[0] = net.aside(hidden).tanh()
+        result: Tensor = net.down(hidden)
+        return result
+
+    def step() -> Tensor:
+        made: Tensor = vramx.checkpoint(function, torch.ones(4, WIDTH), level="keep")
+        return made
+
+    assert _alive_after(3, step) == _alive_after(4, step)
+    assert kept is not None
+
+
+@pytest.mark.parametrize("where", ["in an attribute", "in a list", "in a variable"])
+def test_a_state_that_is_handed_on_has_its_gradient(where: str) -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.state: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = self.state[0] if where == "in a list" else self.state
+            made = torch.tanh(self.inner(x) + (0 if before is None else before * before))
+            self.state = [made] if where == "in a list" else made
+            return made
+
+    def gradient(*, checkpointed: bool) -> Tensor:
+        torch.manual_seed(0)
+        cell = Cell()
+        if where == "in a list":
+            cell.state = [None]
+        state = None
+
+        def function(x: Tensor) -> Tensor:
+            nonlocal state
+            state = cell.inner(x).tanh() * (1 if state is None else state * state)
+            return state
+
+        run: Any = function if where == "in a variable" else cell
+        total = torch.zeros(())
+        for x in torch.linspace(-2, 2, 5 * WIDTH).view(5, WIDTH):
+            made = vramx.checkpoint(run, x, level="keep") if checkpointed else run(x)
+            total = total + made.square().sum()
+        total.backward()
+        assert cell.inner.weight.grad is not None
+        return cell.inner.weight.grad
+
+    assert torch.equal(gradient(checkpointed=True), gradient(checkpointed=False))
