@@ -31,7 +31,7 @@ def test_a_step_has_the_gradients(options: dict[str, Any], level: str) -> None:
         found, held = results(model, x), held_bytes(lambda: model(x))
     for a, b in zip(found, expected, strict=True):
         assert F.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0) > 0.998
-    assert held < whole
+    assert level == "keep" or held < whole
 
 
 @pytest.mark.parametrize("torchs", [True, False])
