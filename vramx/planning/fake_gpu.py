@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vramx.errors import UntraceableError
+from vramx.nn.families.plain_plan import note_stand_in
 from vramx.patch.torch_functions import called
 from vramx.planning.fake_answers import (
     answering,
@@ -127,6 +128,7 @@ class FakeGpu:
         if shares and whole._cdata not in self._firsts:
             self._firsts[whole._cdata] = made if first is None else first
         keep_value(made, tensor, self._copies if shares else None)
+        note_stand_in(made, tensor)
         return made.requires_grad_(tensor.requires_grad)
 
     def stand_in(self, value: Any) -> Any:

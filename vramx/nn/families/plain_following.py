@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vramx.nn.families.plain_plan import (
     Attention,
@@ -33,6 +34,7 @@ from vramx.nn.families.plain_plan import (
     is_linear,
     is_opaque,
     is_table,
+    table_of,
 )
 from vramx.nn.families.plain_stages import (
     AFTER,
@@ -79,6 +81,11 @@ def follow(graph: Any, module: nn.Module, rows: int, tokens: int) -> Plan:
     Raises:
         NotPlainError: something else than a Plan says.
     """
+    with _disable_current_modes():  # the numbers are real, in a prediction as well
+        return _followed(graph, module, rows, tokens)
+
+
+def _followed(graph: Any, module: nn.Module, rows: int, tokens: int) -> Plan:
     from torch.fx.node import map_arg
 
     reader, found = _Reader(module, (rows, tokens)), dict[Any, Any]()
@@ -153,7 +160,7 @@ class _Reader:
         if not is_table(found):
             raise NotPlainError(f"it uses {path}")
         self._tables.append(path)
-        return cast(Tensor, found).detach().cpu()
+        return table_of(found)
 
     def _after(self, kind: str, what: Any, value: Value) -> Value:
         """Return what an operation that keeps the shape makes of all of a value."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vramx.nn.families.projection import LORAS, QUANTISED
@@ -83,25 +84,50 @@ def is_opaque(module: nn.Module) -> bool:
     return not of_torch and next(module.children(), None) is None
 
 
-def is_table(value: Any) -> bool:
+def is_table(buffer: Any) -> bool:
     """Tell whether a buffer says for each two tokens whether one is later, or is not.
 
     Looked at once, until it is written to.
     """
-    if type(value) is not Tensor or value.is_meta or value.is_inference():
-        return False
-    if _tables.get(value) != value._version:
-        found = value.detach().cpu() != 0
-        size = found.shape[-1] if found.dim() else 0
-        if size < _SMALLEST_TABLE or found.numel() != size * size or found.shape[-2] != size:
-            return False
+    return _is_of_later(buffer) is not None
+
+
+def table_of(buffer: Tensor) -> Tensor:
+    """Return what a table says, on the host."""
+    rows, columns = buffer.shape[-2:]
+    later = torch.ones(rows, columns, dtype=torch.bool).triu(1)
+    return (later if _is_of_later(buffer) else ~later).view(buffer.shape).to(buffer.dtype)
+
+
+def note_stand_in(stand_in: Tensor, tensor: Tensor) -> None:
+    """Note that a tensor without data stands for one, which may be a table."""
+    is_of_later = _is_of_later(tensor)
+    if is_of_later is not None:
+        _tables[stand_in] = stand_in._version, is_of_later
+
+
+def _is_of_later(buffer: Any) -> bool | None:
+    """Tell whether a table is not zero for what is later, or for what is not; None of no table."""
+    if not isinstance(buffer, Tensor) or buffer.is_inference():
+        return None
+    known = _tables.get(buffer)
+    if known is not None and known[0] == buffer._version:
+        return bool(known[1])
+    size = buffer.shape[-1] if buffer.dim() > 1 else 0
+    if size < _SMALLEST_TABLE or buffer.shape[-2] != size or buffer.numel() != size * size:
+        return None
+    if type(buffer) is not Tensor or buffer.is_meta or buffer.layout is not torch.strided:
+        return None
+    with _disable_current_modes():
+        found = (buffer.detach().cpu() != 0).view(size, size)
         later = torch.ones(size, size, dtype=torch.bool).triu(1)
-        found = found.view(size, size)
-        if not torch.equal(found, later) and not torch.equal(found, ~later):
-            return False
-        _tables[value] = value._version
-    return True
+        is_of_later = torch.equal(found, later)
+        if not is_of_later and not torch.equal(found, ~later):
+            return None
+    _tables[buffer] = buffer._version, is_of_later
+    return is_of_later
 
 
-# Buffers that were found to be tables, by the version of what is in them.
+# Of buffers that were found to be tables the version of what is in them, and whether it is of what
+# is later.
 _tables: WeakIdKeyDictionary = WeakIdKeyDictionary()

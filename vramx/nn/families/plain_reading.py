@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from vramx.compression.fakes import PLAIN
 from vramx.nn.families.plain_following import follow
 from vramx.nn.families.plain_plan import NotPlainError, Plan, is_linear, is_opaque, is_table
 from vramx.nn.families.questions import part_of, untouched
@@ -91,7 +90,7 @@ def is_as_read(module: Any, plan: Plan) -> bool:
         for name, value in known:
             if getattr(part, name, None) != value:
                 return False
-    if not all(_may_be_table(part_of(module, path)) for path in plan.tables):
+    if not _has_tables(module, plan.tables):
         return False
     named: dict[str, type] = dict.fromkeys(plan.nothing, nn.Identity)
     if isinstance(plan.attention.dropout, str):
@@ -103,11 +102,10 @@ def is_as_read(module: Any, plan: Plan) -> bool:
     return True
 
 
-def _may_be_table(buffer: Any) -> bool:
-    """Tell whether a buffer is a table; one of a prediction, without numbers, is taken for one."""
-    if torch.compiler.is_compiling():
+def _has_tables(module: Any, paths: tuple[str, ...]) -> bool:
+    if torch.compiler.is_compiling():  # which cannot look at them
         return True
-    return (type(buffer) is not Tensor and type(buffer) in PLAIN) or is_table(buffer)
+    return all(is_table(part_of(module, path)) for path in paths)
 
 
 def _parameters_of(module: nn.Module) -> list[inspect.Parameter]:
