@@ -86,6 +86,7 @@ class Attention(nn.Module):
         self.how = how
         self.heads = HEADS
         self.window = how.window
+        self.factors = [1.0]
         self.factor = SIZE**-0.5
         kv = HEADS // 2 if how.grouped else HEADS
         self.few = kv
@@ -128,7 +129,7 @@ class Attention(nn.Module):
                 mask = self.band[0, 0, : q.size(-2), : q.size(-2)].bool()
             options = {"is_causal": how.causal and mask is None, "enable_gqa": how.grouped}
             return F.scaled_dot_product_attention(q, k, v, mask, p, **options)
-        scores = (q * self.factor) @ k.transpose(-2, -1)
+        scores = (q * self.factor) @ k.transpose(-2, -1) * self.factors[0]
         if how.causal:
             tokens = q.shape[2]
             if how.in_place:
@@ -140,6 +141,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, width = x.shape
+        if self.how.fixed:
+            x = x.view(rows, -1, 8, width).flatten(1, 2)
         q, k, v = self.projected(x)
         if self.how.swapped:
             k, v = v, k
@@ -244,10 +247,11 @@ _STRANGE = {
     "heads_first": "another order",
     "parallel": "norms or its sums",
     "post": "has norm",
-    "by_length": "cannot be traced",
+    "by_length": "cannot be read",
     "half": "not known there",
     "seen": "changes its attributes",
     "writes": "calls imul",
+    "fixed": "cannot be read",
     "skips": "draws random numbers",
     "skips_as_torch": "draws random numbers",
     "skips_by_own": "has source",
@@ -413,6 +417,8 @@ def test_what_changes_after_it_was_read_is_computed_as_it_is(change: str) -> Non
         block: Any = each[0]
         if change == "constant":
             block.attn.factor = 0.7
+        elif change == "list":
+            block.attn.factors[0] = 0.5
         elif change == "config":
             block.attn.how.causal = block.how.causal = True
         elif change == "hook":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -58,6 +58,16 @@ def read(module: nn.Module) -> Plan:
     Raises:
         NotPlainError: something else than a Plan says, or nothing that can be read.
     """
+    try:
+        return _read(module)
+    except NotPlainError:
+        raise
+    except Exception as error:  # whatever a program does with what is no tensor, or has no data
+        text = str(error).strip().partition("\n")[0]
+        raise NotPlainError(f"its forward cannot be read: {text[:80]}") from None
+
+
+def _read(module: nn.Module) -> Plan:
     others = _parameters_of(module)[1:]
     if any(p.default is p.empty or p.kind is p.POSITIONAL_ONLY for p in others):
         raise NotPlainError("its forward takes more than x")
@@ -134,11 +144,21 @@ def _is_known(value: Any, depth: int = 3) -> bool:
 def _constants_of(module: Any, path: str) -> Iterator[tuple[str, tuple[tuple[str, Any], ...]]]:
     """Yield the plain attributes of a module, and of objects in its attributes, as of a config."""
     found = _own_attributes(part_of(module, path))
-    yield path, tuple((k, v) for k, v in found if type(v) in _PLAIN)
+    yield path, _plain_among(found)
     for name, held in found:
-        within = [(k, v) for k, v in getattr(held, "__dict__", {}).items() if type(v) in _PLAIN]
+        within = _plain_among(getattr(held, "__dict__", {}).items())
         if within and not isinstance(held, _SETTLED):
-            yield f"{path}.{name}".lstrip("."), tuple(within)
+            yield f"{path}.{name}".lstrip("."), within
+
+
+def _plain_among(attributes: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    """Return those that are numbers, words or lists of such, as they are now."""
+    found = []
+    for name, value in attributes:
+        several = type(value) in (list, tuple) and all(type(each) in _PLAIN for each in value)
+        if several or type(value) in _PLAIN:
+            found.append((name, value[:] if several else value))
+    return tuple(found)
 
 
 # -- The record ------------------------------------------------------------------------------------
@@ -190,15 +210,9 @@ def _traced(module: nn.Module) -> tuple[Any, tuple[str, ...]]:
     held += [torch.default_generator, *torch.cuda.default_generators]
     generators = Generators((type(module).forward,), list(module.modules()), held)
     with _unchanged(module), generators.restored():
-        try:
-            graph = Tracer().trace(_Caller(module))
-            if generators.have_drawn():
-                raise NotPlainError("it draws random numbers")
-        except NotPlainError:
-            raise
-        except Exception as error:  # whatever a program does with what is no tensor
-            text = str(error).strip().partition("\n")[0]
-            raise NotPlainError(f"its forward cannot be traced: {text[:80]}") from None
+        graph = Tracer().trace(_Caller(module))
+        if generators.have_drawn():
+            raise NotPlainError("it draws random numbers")
     return graph, tuple(through)
 
 
