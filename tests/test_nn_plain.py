@@ -404,38 +404,58 @@ def test_dropout_is_that_of_the_block() -> None:
     assert torch.equal(model.eval()(x), torch.ones_like(x))
 
 
-@pytest.mark.parametrize(
-    "change", ["constant", "config", "hook", "forward", "argument", "identity"]
-)
+def _tell_causal(block: Any) -> None:
+    block.attn.how.causal = block.how.causal = True
+
+
+def _forward_thrice(block: Any) -> None:
+    block.attn.forward = lambda x: 3 * x
+
+
+def _assign(path: str, value: Any) -> Callable[[Any], None]:
+    """Return what gives a part of a block another attribute."""
+    where, _, name = path.rpartition(".")
+    return lambda block: setattr(block.get_submodule(where), name, value)
+
+
+# What may happen to a block after it was read, by whether its attention has a table.
+_CHANGES: dict[str, tuple[bool, Callable[[Any], object]]] = {
+    "constant": (False, _assign("attn.factor", 0.7)),
+    "list": (False, lambda block: block.attn.factors.__setitem__(0, 0.5)),
+    "config": (False, _tell_causal),
+    "hook": (False, lambda block: block.mlp.register_forward_hook(lambda *args: 2 * args[2])),
+    "forward": (False, _forward_thrice),
+    "identity": (False, _assign("path", DropPath())),
+    "evaluated": (False, lambda block: block.attn.eval()),
+    "written table": (True, lambda block: block.attn.tril.triu_(-3)),
+    "other table": (True, _assign("attn.tril", torch.ones(1, 1, 64, 64).tril().triu(-3))),
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
 def test_what_changes_after_it_was_read_is_computed_as_it_is(change: str) -> None:
-    how = made(torchs=False, causal=change.startswith("table"))
-    model, x = model_of(how), batch()
+    has_table, make = _CHANGES[change]
+    model, x = model_of(made(torchs=False, causal=has_table)), batch()
     assert fused_blocks(vramx.optimize(model, "keep")) == 2
+    before = results(model, x)
     twin = copy.deepcopy(model)
     vramx.restore(twin)
     for each in (model, twin):
-        block: Any = each[0]
-        if change == "constant":
-            block.attn.factor = 0.7
-        elif change == "list":
-            block.attn.factors[0] = 0.5
-        elif change == "config":
-            block.attn.how.causal = block.how.causal = True
-        elif change == "hook":
-            block.mlp.register_forward_hook(lambda *args: 2 * args[2])
-        elif change == "evaluated":
-            block.attn.eval()
-        elif change == "table":
-            block.attn.tril.triu_(-3)
-        elif change == "tables":
-            block.attn.tril = block.attn.tril.triu(-3)
-        elif change == "forward":
-            block.attn.forward = lambda x: 3 * x
-        elif change == "argument":
-            each.forward = lambda x, each=each: each[0](x, torch.full((1,), 3.0))
-        else:
-            block.path = DropPath()
-    assert far(results(model, x), results(twin, x)) < ROUNDING  # the other block is fused
+        make(each[0])
+    found = results(model, x)
+    assert far(found, results(twin, x)) < ROUNDING  # the other block is fused
+    assert change == "evaluated" or far(found[:1], before[:1]) > 0.01
+
+
+def test_an_argument_that_was_not_read_is_given() -> None:
+    model, x = model_of(made()), batch()
+    vramx.optimize(model, "keep")
+    expected, block = results(model, x), model[0]
+    mask = torch.full((1,), 3.0)
+    found = block(x, mask)
+    vramx.restore(model)
+    assert torch.equal(found, block(x, mask))
+    assert far(results(model, x), expected) < ROUNDING
 
 
 def test_parts_are_found_where_they_are() -> None:
