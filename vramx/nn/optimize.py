@@ -25,7 +25,7 @@ from vramx.nn.families import family_of, head, known_base, plain_reading, projec
 from vramx.nn.families.attention import KNOWN
 from vramx.nn.families.parts import can_repeat
 from vramx.nn.families.plain import PlainBlock
-from vramx.nn.families.plain_plan import NotPlainError, Plan
+from vramx.nn.families.plain_plan import NotPlainError, Plan, has_opaque
 from vramx.nn.families.questions import part_of, untouched
 from vramx.nn.families.swap import RECOMPUTE_MLP, Fusing, Settings, swap, unswap
 from vramx.nn.levels import LEFT, check_patterns, kept_by, levels_of, word_for
@@ -169,8 +169,9 @@ def optimize(
             ):
                 left.append((original_class(module), why_not or ""))
             continue
+        may_compare = compares(module) or (plan is not None and has_opaque(module, plan))
         settings = Settings(
-            word, kept_by(word, keep), unverified=verify, compares=compares(module), read=plan
+            word, kept_by(word, keep), unverified=verify, compares=may_compare, read=plan
         )
         swap(module, family, settings)
         rows.append(OptimizeRow(name, type(module).__name__, *_done(module, word)))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vramx.nn.families.projection import LORAS, QUANTISED
-from vramx.nn.families.questions import class_name
+from vramx.nn.families.questions import class_name, part_of
 
 _SMALLEST_TABLE = 6  # tokens, more than a record is followed with
 
@@ -82,6 +82,13 @@ def is_opaque(module: nn.Module) -> bool:
     """Tell whether a module of a program's own has no parts: in some places it is just called."""
     of_torch = type(module).__module__.partition(".")[0] == "torch"
     return not of_torch and next(module.children(), None) is None
+
+
+def has_opaque(module: nn.Module, plan: Plan) -> bool:
+    """Tell whether a block calls modules of which nothing is known: they may compare or choose."""
+    paths = (*(norm.module for norm in plan.norms), *plan.unit, *plan.after[0], *plan.after[1])
+    parts = (part_of(module, path) for path in paths if isinstance(path, str))
+    return any(is_opaque(part) for part in parts)
 
 
 def is_table(buffer: Any) -> bool:
