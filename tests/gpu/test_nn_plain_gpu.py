@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from norm_tools import held_bytes
-from test_nn_plain import batch, fused_blocks, made, model_of, results
+from plain_tools import batch, fused_blocks, made, model_of, results
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
