@@ -259,3 +259,18 @@ def test_a_container_that_is_had_in_two_ways_is_one(
     expected = gradients(checkpointed=False)
     for found, wanted in zip(gradients(checkpointed=True), expected, strict=True):
         check_near([found], [wanted], level)
+
+
+@LEVELS
+def test_statistics_that_are_given_move_once(level: Any) -> None:
+    def normalised(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, variance, training=True).sin()
+
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    given, plain = ((torch.zeros(WIDTH), torch.ones(WIDTH)) for _ in range(2))
+    normalised(x, *plain).square().sum().backward()
+    assert x.grad is not None
+    expected, x.grad = x.grad, None
+    vramx.checkpoint(normalised, x, *given, level=level).square().sum().backward()
+    assert all(map(torch.equal, given, plain))
+    check_near([x.grad], [expected], level)

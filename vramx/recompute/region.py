@@ -27,6 +27,7 @@ from vramx.recompute.ending import Ending
 from vramx.recompute.inputs import Inputs
 from vramx.recompute.objects import Before, as_before
 from vramx.recompute.origins import Origins
+from vramx.recompute.stand_ins import is_small_constant
 from vramx.recompute.structure import Structure
 from vramx.recompute.surroundings import Surroundings
 from vramx.recompute.unfilled import saved_behind
@@ -129,7 +130,7 @@ class Region:
         return result
 
     def _recompute(self, leaves: tuple[Any, ...]) -> Any:
-        found = [leaf.again() if isinstance(leaf, Before) else leaf for leaf in leaves]
+        found = [leaf.again() if isinstance(leaf, Before) else _apart(leaf) for leaf in leaves]
         for i, notes in self._notes.items():
             if not vars(found[i]):
                 vars(found[i]).update(notes)
@@ -175,6 +176,16 @@ def _steps_told() -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _apart(leaf: Any) -> Any:
+    """Return what a recomputation may write into in place of a small vector without a gradient.
+
+    Statistics may be given as such, and the kernels of norms write them without a new version.
+    """
+    if type(leaf) is not Tensor or leaf.dim() != 1 or not leaf.is_floating_point():
+        return leaf
+    return leaf.clone() if is_small_constant(leaf) else leaf
 
 
 def _has_notes(leaf: Any) -> bool:
