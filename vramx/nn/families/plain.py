@@ -32,7 +32,6 @@ class PlainBlock(Fused):
     """A block that was read."""
 
     ARGUMENTS = ("x",)
-    IS_READ = True
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
         plan, x = self._plan, call["x"]

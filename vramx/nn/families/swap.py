@@ -87,8 +87,6 @@ class Fused:
 
     # Whether the levels that recompute say something to it.
     RECOMPUTES: ClassVar[bool] = True
-    # Whether it is known by what its forward was read to compute, and not by a class.
-    IS_READ: ClassVar[bool] = False
 
     _vramx: Patch
     _vramx_original: ClassVar[type[nn.Module]]
