@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from torch.utils.checkpoint import checkpoint
 
 import vramx
 
@@ -180,6 +181,13 @@ class Block(nn.Module):
         }
         return [kinds[self.how.norm]() for _ in range(2)]
 
+    def attended(self, x: Tensor) -> Tensor:
+        if self.how.checkpointed:
+            result: Tensor = checkpoint(self.attn, x, use_reentrant=False)
+        else:
+            result = self.attn(x)
+        return result
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         how = self.how
         if how.skips and random.random() < 0.0:
@@ -191,7 +199,7 @@ class Block(nn.Module):
         graded = torch.is_grad_enabled() and not how.frozen
         in_float = torch.autocast("cpu", enabled=False) if how.in_float else nullcontext()
         with torch.set_grad_enabled(graded), in_float:
-            branch = self.attn(self.first(x))
+            branch = self.attended(self.first(x))
         if mask is not None:
             branch = branch * mask
         if how.by_length and x.shape[1] > TOKENS:
@@ -253,6 +261,7 @@ STRANGE = {
     "skips_as_torch": "draws random numbers",
     "skips_by_own": "has source",
     "frozen": "switches gradients",
+    "checkpointed": "is checkpointed",
     "in_float": "switches gradients or autocast",
 }
 OF_PARTS = ("other_softmax",)  # what attention by torch's function does not have

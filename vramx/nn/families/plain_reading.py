@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
+from vramx.compression import enclosing
 from vramx.nn.families.plain_following import follow
 from vramx.nn.families.plain_plan import NotPlainError, Plan, is_linear, is_opaque, is_table
 from vramx.nn.families.questions import part_of, untouched
@@ -195,7 +196,7 @@ def _traced(module: nn.Module) -> tuple[Any, tuple[str, ...]]:
 
         def create_node(self, *args: Any, **kwargs: Any) -> Any:
             if _modes() != modes:
-                raise NotPlainError("it switches gradients or autocast")
+                raise NotPlainError("it switches gradients or autocast, or is checkpointed")
             return super().create_node(*args, **kwargs)
 
         def is_leaf_module(self, m: nn.Module, path: str) -> bool:
@@ -219,7 +220,8 @@ def _traced(module: nn.Module) -> tuple[Any, tuple[str, ...]]:
 def _modes() -> tuple[Any, ...]:
     kinds = ("cuda", "cpu")
     autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+    saved = (enclosing.in_checkpoint(), enclosing.top_hook())
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *saved, *autocast
 
 
 def _recorded(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
