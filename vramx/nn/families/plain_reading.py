@@ -236,7 +236,7 @@ def _is_layer_norm(module: nn.Module) -> bool:
 
     try:
         graph = fx.Tracer().trace(_Caller(module))
-    except Exception:  # as above
+    except Exception:  # of what is no tensor: then it is called as it is
         return False
     called = [n.target for n in graph.nodes if n.op in ("call_function", "call_method")]
     return [each for each in called if each is not getattr] == [F.layer_norm]
