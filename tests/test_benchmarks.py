@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import getpass
 import os
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -132,6 +133,22 @@ def test_a_benchmark_that_cannot_run_here_is_left_out_and_without_a_name_all_are
     assert "left out: it needs a GPU" in done.stderr
     assert not (stub / "benchmarks" / "results").exists()
     assert bench(stub).stdout.split() == ["stub", "stub"]
+
+
+def test_all_benchmarks_end_with_what_the_documentation_says_of_their_figures(stub: Path) -> None:
+    shutil.copytree(ROOT / "benchmarks" / "documents", stub / "benchmarks" / "documents")
+    (stub / "benchmarks" / "documents" / "tables.ini").write_text(
+        "[shown]\nof = stub, program\nrows = good\ncolumns =\n    time | {} | time | .1f ns\n"
+    )
+    before = [harness.Measurement("time", "ns", [4.0])]
+    path = stub / "benchmarks" / "results" / "stub.csv"
+    harness.RowWriter("stub", "vramx bench stub", path, lambda row: None).write("good", before)
+    done = bench(stub, "all")
+    assert done.returncode == 1, done.stderr  # of the cases that fail
+    told = done.stdout.split("what the documentation says")[1]
+    [line] = [each.split() for each in told.splitlines() if " good " in f" {each} "]
+    assert line[:6] == ["stub", "good", "time", "4", "2", "0.500"]
+    assert "size" not in told  # no page shows it
 
 
 @pytest.mark.parametrize(

@@ -14,5 +14,5 @@ Made text stands between two comments of a page. The first says what it is:
     <!-- recipes -->                             the pages of docs/recipes
 and <!-- end --> ends it. `results` reads the raw rows and chooses the run, `tables` says which
 tables there are, `figures` reads one of their figures, `made` makes text, `pages` finds it in the
-pages, `prune` drops rows, and `pictures` draws.
+pages, `prune` drops rows, `pictures` draws, and `claims` is what `vramx bench all` compares with.
 """

@@ -58,6 +58,11 @@ class Run:
         return next(iter(self.rows.values()))["gpu"]
 
     @property
+    def machine(self) -> str:
+        """The GPU's name or the processor's, of joined runs one of them."""
+        return _machine(next(iter(self.rows.values())))
+
+    @property
     def place(self) -> str:
         """Say where it was measured, with which command."""
         rows = list(self.rows.values())

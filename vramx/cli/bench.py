@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ALL = "all"
+Report = Callable[[Any], None]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,7 +28,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "bench",
         help="run a benchmark of the repository",
         description="Run a benchmark from the root of a checkout of vramx; without a NAME, list "
-        "them. Rows are appended to benchmarks/results/NAME.csv.",
+        "them. Rows are appended to benchmarks/results/NAME.csv. After all of them, figures that "
+        "the documentation shows are laid beside those that were measured.",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help=f"a benchmark, or {ALL}")
     parser.add_argument(
@@ -67,11 +69,27 @@ def run(args: argparse.Namespace) -> int:
         lines = [f"{name:14} {harness.load(name).DESCRIPTION}" for name in harness.names()]
         common.print_text("\n".join(lines) + "\n")
         return 0
-    selected = harness.names() if args.name == ALL else [args.name]
-    if unknown := set(selected) - set(harness.names()):
-        accepted = ", ".join([*harness.names(), ALL])
-        raise VramxError(f"benchmark {min(unknown)!r} is unknown; accepted are {accepted}")
-    return max([_run_one(harness, name, args) for name in selected])
+    if args.name not in (accepted := [*harness.names(), ALL]):
+        raise VramxError(f"benchmark {args.name!r} is unknown; accepted are {', '.join(accepted)}")
+    if args.name != ALL:
+        return _run_one(harness, args.name, args, _report)
+    return _run_all(harness, args)
+
+
+def _run_all(harness: Any, args: argparse.Namespace) -> int:
+    """Run every benchmark, and lay what was measured beside what the pages say."""
+    claims = importlib.import_module("benchmarks.documents.claims")
+    # Read first: rows of this run may take the place of those that the pages show.
+    claimed = claims.claims(harness.names(), harness.describe_machine(harness.ROOT).gpu)
+    rows: list[Any] = []
+
+    def report(row: Any) -> None:
+        rows.append(row)
+        _report(row)
+
+    code = max([_run_one(harness, name, args, report) for name in harness.names()])
+    common.print_parts(comparison(rows, claimed))
+    return code
 
 
 def load_harness() -> Any:
@@ -90,12 +108,12 @@ def load_harness() -> Any:
     return importlib.import_module("benchmarks.harness")
 
 
-def _run_one(harness: Any, name: str, args: argparse.Namespace) -> int:
+def _run_one(harness: Any, name: str, args: argparse.Namespace, report: Report) -> int:
     path = args.output or harness.RESULTS / f"{name}.csv"
     try:
         if hasattr(harness.load(name), "run_all"):
-            return _run_processes(harness, name, args, path)
-        rows = harness.run(name, _options(harness, args), command_line(name, args), _report)
+            return _run_processes(harness, name, args, path, report)
+        rows = harness.run(name, _options(harness, args), command_line(name, args), report)
         harness.append_csv(path, rows)
     except harness.UnavailableError as error:
         common.note("bench", f"{name} is left out: {error}")
@@ -115,9 +133,11 @@ def _options(harness: Any, args: argparse.Namespace) -> Any:
     )
 
 
-def _run_processes(harness: Any, name: str, args: argparse.Namespace, path: Path) -> int:
+def _run_processes(
+    harness: Any, name: str, args: argparse.Namespace, path: Path, report: Report
+) -> int:
     """Run a benchmark that starts its own processes and writes each row when it is known."""
-    writer = harness.RowWriter(name, command_line(name, args), path, _report)
+    writer = harness.RowWriter(name, command_line(name, args), path, report)
     request = harness.Request(
         only=tuple(args.only.split(",")) if args.only else (),
         repeats=args.repeats,
@@ -162,6 +182,20 @@ def table(name: str, rows: Sequence[Any]) -> Table:
     ]
     headings = ("case", "metric", "status", ">median", ">p10", ">p90", ">repeats", "unit")
     return common.table(headings, cells, title=f"benchmark {name}")
+
+
+def comparison(rows: Sequence[Any], claimed: Mapping[tuple[str, str, str], Any]) -> Table:
+    """Lay figures that the pages show beside those of these rows."""
+    cells = []
+    for row in rows:
+        claim = claimed.get((row.benchmark, row.case, row.metric))
+        if claim is None or row.median is None:
+            continue
+        ratio = f"{row.median / claim.value:.3f}" if claim.value else ""
+        figures = (figure(claim.value), figure(row.median), ratio)
+        cells.append((row.benchmark, row.case, row.metric, *figures, claim.machine))
+    headings = ("benchmark", "case", "metric", ">documented", ">here", ">ratio", "documented on")
+    return common.table(headings, cells, title="what the documentation says")
 
 
 def figure(value: float | None) -> str:
