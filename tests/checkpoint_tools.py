@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from vramx import errors
 from vramx.compression.codec import codec
@@ -25,6 +26,11 @@ SMALL = Compression(min_bytes=0)
 WIDTH = 64
 Tensors = Sequence[torch.Tensor]
 LEVELS = pytest.mark.parametrize("level", ["keep", SMALL], ids=["exact", "int8"])
+
+
+def bent(x: torch.Tensor) -> torch.Tensor:
+    """Return what is smooth in x, has a slope that changes, and is packed as it is."""
+    return F.gelu(x).cumsum(-1)
 
 
 class Seen(list[Any]):

@@ -13,8 +13,8 @@ the next, have elements beside which all others are nothing, or that are infinit
 and keys, of which scores are products, in a fused attention or one that is written out: where it is
 sharp, their errors are many times the scores'. Behind a layer they are not elements of an input.
 
-So are inputs of whose multiples sine and cosine are taken, as where positions are encoded: their
-slopes change at once, and an error of an input is as many times that of the phase.
+So are inputs of whose elements, or their multiples, sine and cosine are taken, as where positions
+are encoded: an error is to be small beside a turn, not beside the largest of a group.
 
 So are inputs whose elements are taken from one another where the length of the difference counts,
 as that of two atoms: it may be small beside both, and their errors are not.
@@ -25,7 +25,6 @@ Costs a look-up an operation while a region is watched; holds no tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import inf
 from typing import Any, NamedTuple
 
 from torch import Tensor, strided
@@ -82,30 +81,23 @@ _TERMS = frozenset(
     )
 )
 _PHASES = frozenset({"aten::sin", "aten::cos"})
-# Times, up to which errors of 8 bits change slopes by some hundredths. Gradients to the points of a
-# field had a cosine of 0.999 at 8 times, of 0.99 at 32 and of 0.6 at 128.
-_MOST_OF_PHASE = 4.0
 # Products of matrices, by the position of their first factor.
 _CONTRACTIONS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 _FEW = 8  # elements, in whose sum errors do not cancel
-_QUOTIENT = "aten::div"
-_MULTIPLIED = _PRODUCTS | {_QUOTIENT}
-_POWERS = frozenset({"aten::square", "aten::pow"})
 
 
 class _Elements(NamedTuple):
     """The numbers of inputs whose elements a tensor has functions of, and the last that bends;
     `terms` has those whose elements are among its terms as well. `is_difference`: it is made of
-    those of two tensors, one taken from the other. `multiples` has those whose elements it has at
-    most so many times: `times`, of which infinity is any. `factors` has those whose elements are a
-    factor in products of matrices among its terms; the other is no weight."""
+    those of two tensors, one taken from the other. `turning` has those whose elements a phase would
+    have that is made of it. `factors` has those whose elements are a factor in products of matrices
+    among its terms; the other is no weight."""
 
     read: frozenset[int] = frozenset()
     bend: str = ""
     terms: frozenset[int] = frozenset()
     is_difference: bool = False
-    multiples: frozenset[int] = frozenset()
-    times: float = 1.0
+    turning: frozenset[int] = frozenset()
     factors: frozenset[int] = frozenset()
 
 
@@ -131,7 +123,7 @@ class Elements:
         for number, x in enumerate(inputs):
             storage = storage_of(x)
             numbers = self._memory.get(storage, _NONE).read | {number}
-            self._memory[storage] = _Elements(numbers, terms=numbers, multiples=numbers)
+            self._memory[storage] = _Elements(numbers, terms=numbers, turning=numbers)
         # Of other memory, which may be used again as soon as it is free: by the tensor.
         self._functions = WeakTensorKeyDictionary()
 
@@ -152,13 +144,12 @@ class Elements:
         elif _ATTENTION in name:
             self.attend(args, {})
         elif name in _PHASES:
-            of = self._of(args[0])
-            self.exact |= of.multiples if of.times > _MOST_OF_PHASE else _NO_NUMBERS
+            self.exact |= self._of(args[0]).turning
         elif name in _SUMS:
             of = self._of(args[0])
-            if of.is_difference or of.multiples:
+            if of.is_difference or of.turning:
                 self._functions[result] = _Elements(
-                    is_difference=of.is_difference, multiples=of.multiples, times=of.times
+                    is_difference=of.is_difference, turning=of.turning
                 )
         elif name in _CONTRACTIONS:
             self._contract(args[_CONTRACTIONS[name] :], result)
@@ -196,9 +187,8 @@ class Elements:
         now = _NONE
         if name in _PRODUCTS or (not several and (name in SAME or name in _BENDING)):
             now = self._function_of(name, found, several)
-        multiples = found[0].multiples.union(*(each.multiples for each in found))
+        turning = found[0].turning.union(*(each.turning for each in found))
         factors = found[0].factors.union(*(each.factors for each in found))
-        times = max(each.times for each in found) * _times(name, args)
         for each in result if isinstance(result, (list, tuple)) else (result,):
             # Of what is changed in place.
             before = self._functions.get(each, _NONE)
@@ -207,8 +197,7 @@ class Elements:
                 now.bend or before.bend,
                 before.terms | terms,
                 differs or before.is_difference,
-                before.multiples | multiples,
-                max(before.times, times),
+                before.turning | turning,
                 before.factors | factors,
             )
 
@@ -218,11 +207,11 @@ class Elements:
         one, other = self._of(args[0]), self._of(args[1])
         factors = one.terms if _is_made(args[1]) else _NO_NUMBERS
         factors = factors | other.terms if _is_made(args[0]) else factors
-        multiples = one.multiples | other.multiples
+        turning = one.turning | other.turning
         if args[0].shape[-1] > _FEW:
-            multiples = _NO_NUMBERS
-        if factors or multiples:
-            self._functions[result] = _Elements(multiples=multiples, times=inf, factors=factors)
+            turning = _NO_NUMBERS
+        if factors or turning:
+            self._functions[result] = _Elements(turning=turning, factors=factors)
 
     def _function_of(self, name: str, found: list[_Elements], several: bool) -> _Elements:
         found = [each for each in found if each.read]
@@ -244,23 +233,3 @@ class Elements:
 def _is_made(x: Tensor) -> bool:
     """Tell whether a graph has made a tensor that is no weight, nor a view or a cast of one."""
     return x.grad_fn is not None and not is_any_weight(x, None)
-
-
-def _times(name: str, args: tuple[Any, ...]) -> float:
-    """Return how many times a function has the elements that it is given: infinity is any.
-
-    A tensor that a graph has made is taken for a norm's, or a gate's, which are around one.
-
-    Example:
-        >>> _times("aten::mul", (Tensor(), -2.0)), _times("aten::neg", (Tensor(),))
-        (2.0, 1.0)
-    """
-    if name in _POWERS:
-        return inf
-    times = 1.0
-    for factor in args if name in _MULTIPLIED else ():
-        if isinstance(factor, Tensor):
-            times *= inf if factor.grad_fn is None else 1.0
-        elif isinstance(factor, (int, float)):
-            times *= (1 / factor if factor else inf) if name == _QUOTIENT else factor
-    return abs(times)
