@@ -354,6 +354,43 @@ def test_positions_that_are_encoded_are_kept_exactly_and_the_rest_packed(
     assert F.cosine_similarity(packed.flatten(), gradient(field).flatten(), 0) > 0.99
 
 
+# What a gate lets through, and a norm of it.
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a norm": lambda x, gate: F.rms_norm(x * F.silu(gate), (128,)),
+    "of parts": lambda x, gate: F.layer_norm((torch.cat((x, x)) * gate.repeat(2, 1))[8:72], (128,)),
+    "a length": lambda x, gate: F.normalize(torch.addcmul(x * 0.01, x, gate), dim=-1),
+    "by hand": lambda x, gate: x * gate * ((x * gate).square().mean(-1, True) + 1e-6).rsqrt(),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_what_is_gated_before_a_norm_is_kept_exactly(name: str, packs: Packs) -> None:
+    """A row may be nothing but small elements of one that meet large ones of the other."""
+    large = [(torch.rand(64, 128) < 0.03) * 100 + 0.01 for _ in "ab"]
+    x, gate = ((torch.randn(64, 128) * each).requires_grad_() for each in large)
+    mixed = torch.randn(128, 16)
+
+    def block(x: Tensor, gate: Tensor) -> Tensor:
+        return GATED[name](x, gate) @ mixed
+
+    def gradient(call: Callable[..., Tensor]) -> Tensor:
+        y = call(x * 1, gate * 1)
+        return torch.cat(torch.autograd.grad(y, (x, gate), torch.ones_like(y).cumsum(0).cos()))
+
+    found = gradient(lambda *both: vramx.checkpoint(block, *both, level=SMALL))
+    assert packs.sizes == []
+    torch.testing.assert_close(found, gradient(block), rtol=0, atol=0)
+
+
+def test_a_square_by_hand_before_a_norm_is_packed_as_what_is_normalised(packs: Packs) -> None:
+    gradient(
+        lambda x: vramx.checkpoint(
+            lambda y: y * ((y * y).mean(-1, keepdim=True) + 1e-6).rsqrt(), x, level=SMALL
+        )
+    )
+    assert packs.sizes == [64 * 16]
+
+
 def test_what_keeps_inputs_exact_is_named_once() -> None:
     def chosen(x: Tensor) -> Tensor:
         return F.relu(x).sin()

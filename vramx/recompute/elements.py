@@ -16,8 +16,9 @@ sharp, their errors are many times the scores'. Behind a layer they are not elem
 So are inputs of whose elements, or their multiples, sine and cosine are taken, as where positions
 are encoded: an error is to be small beside a turn, not beside the largest of a group.
 
-So are inputs whose elements are taken from one another where the length of the difference counts,
-as that of two atoms: it may be small beside both, and their errors are not.
+So are inputs whose elements are taken from one another, or multiplied with one another, where the
+length of what they give counts, as that of two atoms' difference or of what a gate lets through: it
+may be small beside both, and their errors are not.
 
 Costs a look-up an operation while a region is watched; holds no tensor.
 """
@@ -88,15 +89,15 @@ _FEW = 8  # elements, in whose sum errors do not cancel
 
 class _Elements(NamedTuple):
     """The numbers of inputs whose elements a tensor has functions of, and the last that bends;
-    `terms` has those whose elements are among its terms as well. `is_difference`: it is made of
-    those of two tensors, one taken from the other. `turning` has those whose elements a phase would
-    have that is made of it. `factors` has those whose elements are a factor in products of matrices
+    `terms` has those whose elements are among its terms as well. `of_two`: what it is of those of
+    two tensors, "difference" or "product". `turning` has those whose elements a phase would have
+    that is made of it. `factors` has those whose elements are a factor in products of matrices
     among its terms; the other is no weight."""
 
     read: frozenset[int] = frozenset()
     bend: str = ""
     terms: frozenset[int] = frozenset()
-    is_difference: bool = False
+    of_two: str = ""
     turning: frozenset[int] = frozenset()
     factors: frozenset[int] = frozenset()
 
@@ -147,10 +148,8 @@ class Elements:
             self.exact |= self._of(args[0]).turning
         elif name in _SUMS:
             of = self._of(args[0])
-            if of.is_difference or of.turning:
-                self._functions[result] = _Elements(
-                    is_difference=of.is_difference, turning=of.turning
-                )
+            if of.of_two or of.turning:
+                self._functions[result] = _Elements(of_two=of.of_two, turning=of.turning)
         elif name in _CONTRACTIONS:
             self._contract(args[_CONTRACTIONS[name] :], result)
         elif name in _BENDING or name in _PRODUCTS or name in SAME or name in _TERMS:
@@ -164,8 +163,8 @@ class Elements:
 
     def _roughness(self, name: str, of: _Elements) -> str:
         """Return what a function does to inputs that wants them exactly; empty: nothing."""
-        if name in _LENGTHS and of.is_difference:
-            return f"{name} of a difference of inputs"
+        if name in _LENGTHS and of.of_two:
+            return f"{name} of a {of.of_two} of inputs"
         if name in _SATURATING and of.read:
             return f"the slope of {name}, where an input saturates it,"
         return f"the slope of {name} near zero" if name in _STEEP and of.read else ""
@@ -182,8 +181,7 @@ class Elements:
         if not found:
             return
         terms = found[0].terms.union(*(each.terms for each in found))
-        differs = name in _DIFFERENCES and len([each for each in found if each.terms]) > 1
-        differs = differs or any(each.is_difference for each in found)
+        of_two = _of_two(name, tensors, found) or next(filter(None, (x.of_two for x in found)), "")
         now = _NONE
         if name in _PRODUCTS or (not several and (name in SAME or name in _BENDING)):
             now = self._function_of(name, found, several)
@@ -196,7 +194,7 @@ class Elements:
                 before.read | now.read,
                 now.bend or before.bend,
                 before.terms | terms,
-                differs or before.is_difference,
+                of_two or before.of_two,
                 before.turning | turning,
                 before.factors | factors,
             )
@@ -233,3 +231,12 @@ class Elements:
 def _is_made(x: Tensor) -> bool:
     """Tell whether a graph has made a tensor that is no weight, nor a view or a cast of one."""
     return x.grad_fn is not None and not is_any_weight(x, None)
+
+
+def _of_two(name: str, tensors: Sequence[Tensor], found: Sequence[_Elements]) -> str:
+    """Return what a function gives of the elements of two tensors that may be small beside both."""
+    if len([each for each in found if each.terms]) < 2:
+        return ""
+    if name in _PRODUCTS:
+        return "" if tensors[0] is tensors[1] else "product"  # a square is as its root
+    return "difference" if name in _DIFFERENCES else ""
