@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_tools import quiet, seeds
+from checkpoint_tools import Seen, quiet, seeds
 from torch import Tensor, nn
 
 import vramx
+from vramx.errors import RecomputationError
 
 __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
@@ -84,10 +85,9 @@ def test_what_a_module_keeps_of_a_call_goes_with_the_next(where: str, level: Any
     assert _alive_after(3, step) == _alive_after(4, step)
 
 
-@pytest.mark.parametrize("where", [where for where in KEPT if "hook" not in where])
+@pytest.mark.parametrize("where", KEPT)
 def test_what_a_module_within_another_keeps_goes_too(where: str) -> None:
     net = nn.Sequential(Keeps(KEPT[where]), nn.Linear(WIDTH, WIDTH))
-    net[0].aside._forward_hooks.clear()
     regions = (net, net[0])
     vramx.checkpoint_modules(net, lambda module: module in regions, level="keep")
 
@@ -115,6 +115,46 @@ def test_what_a_function_keeps_of_a_call_goes_with_the_next() -> None:
 
     assert _alive_after(3, step) == _alive_after(4, step)
     assert kept is not None
+
+
+@pytest.mark.parametrize("where", ["a local", "an argument", "a variable"])
+def test_what_regions_within_a_region_keep_of_its_recomputation_goes(where: str) -> None:
+    """The graph of the recomputation holds them, and they what holds that graph."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    shared: dict[Any, Tensor] = {}
+
+    def region(x: Tensor) -> Tensor:
+        found = {} if where == "a local" else shared
+
+        def inner(y: Tensor, layer: nn.Module, into: dict[Any, Tensor] | None = None) -> Tensor:
+            made: Tensor = layer(y).tanh()
+            (found if into is None else into)[layer] = made
+            return made
+
+        given = (found,) if where == "an argument" else ()
+        for layer in layers:
+            x = vramx.checkpoint(inner, x, layer, *given, level="keep")
+        return x * x
+
+    def step() -> Tensor:
+        x = torch.ones(4, WIDTH, requires_grad=True)
+        made: Tensor = vramx.checkpoint(region, x, level="keep")
+        return made
+
+    assert _alive_after(3, step) == _alive_after(4, step)
+
+
+def test_what_a_recomputation_made_has_no_gradient_behind_it() -> None:
+    layer, made = nn.Linear(WIDTH, WIDTH), Seen()
+
+    def region(x: Tensor) -> Tensor:
+        made.append(vramx.checkpoint(layer, x, level="keep"))
+        return made[-1].tanh()
+
+    x = torch.ones(4, WIDTH, requires_grad=True)
+    vramx.checkpoint(region, x, level="keep").sum().backward()
+    with pytest.raises(RecomputationError, match="after that recomputation"):
+        made[-1].sum().backward()
 
 
 @pytest.mark.parametrize("where", ["in an attribute", "in a list", "in a variable"])

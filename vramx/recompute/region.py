@@ -6,6 +6,10 @@ of and have in their attributes, generators of random numbers. The first call of
 (watch.py): what ran decides how the inputs are kept. A recomputation from packed inputs is watched
 too, for it may take a way that the watched call did not take.
 
+A recomputation's graph goes with it. A hook or a list that it reaches may hold a part of it all the
+same, and regions within have what they are of in that graph, where the collector cannot look: such
+a ring would stay for ever. So they forget it when the recomputation is over.
+
 One thread at a time. Nothing here holds a tensor of the region once it has run, but for those of
 its modules.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -67,6 +72,9 @@ class Region:
         # What the program has put on tensors among the leaves, by number: packed they lose it.
         self._notes: dict[int, dict[str, Any]] = {}
         self._then: Surroundings | None = None
+        self._is_over = False
+        if (within := getattr(_recomputing, "regions", None)) is not None:
+            within.append(weakref.ref(self))
 
     def leaves_of(self, leaves: list[Any]) -> list[Any]:
         """Return the leaves for torch to keep: objects as they are now."""
@@ -77,8 +85,14 @@ class Region:
         # TorchScript saves other tensors from a function's second run on, once it has profiled the
         # first. Not optimized, it saves what it runs.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            if self._is_over:
+                raise RecomputationError(
+                    "a gradient was asked of what a checkpoint's recomputation had made, after "
+                    "that recomputation; take it within the region, or leave that module out"
+                )
             if self._arguments is None:
-                return self._recompute(leaves)
+                with _forgotten_within():
+                    return self._recompute(leaves)
             (args, kwargs), self._arguments = self._arguments, None
             return self._run(args, kwargs, leaves)
 
@@ -146,6 +160,10 @@ class Region:
             with self._was_read, Operators(on_rough, self._allowed, origins=origins):
                 return saved_behind(function(*args, **kwargs))
 
+    def _forget(self) -> None:
+        self._is_over, self._function, self._notes = True, _accept, {}
+        self._then, self._arguments, self._inputs = None, None, None
+
     def _refuse(self, rough: str) -> None:
         verdicts.remember(self._key, self._function, Verdict(rough))
         raise RecomputationError(
@@ -153,6 +171,23 @@ class Region:
             f"{rough}, which is not known to be smooth; an earlier call of the same kind did not. "
             "From now on its inputs are kept exactly; level='keep' keeps them so from the start"
         )
+
+
+_recomputing = threading.local()  # regions: those that the innermost recomputation has called
+
+
+@contextlib.contextmanager
+def _forgotten_within() -> Iterator[None]:
+    """Have the regions that a recomputation calls forget what they are of once it is over."""
+    outer = getattr(_recomputing, "regions", None)
+    regions: list[weakref.ref[Region]] = []
+    _recomputing.regions = regions
+    try:
+        yield
+    finally:
+        _recomputing.regions = outer
+        for region in filter(None, (each() for each in regions)):
+            region._forget()
 
 
 @contextlib.contextmanager
