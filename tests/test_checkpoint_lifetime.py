@@ -98,6 +98,75 @@ def test_what_a_module_within_another_keeps_goes_too(where: str) -> None:
     assert _alive_after(4, step) == _alive_after(3, step)
 
 
+class Slotted:
+    """An argument whose attributes are slots."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], None]]] = {
+    "an object": (
+        lambda: types.SimpleNamespace(state=None),
+        lambda node, made: setattr(node, "state", made),
+    ),
+    "an object with slots": (Slotted, lambda node, made: setattr(node, "state", made)),
+    "an object in a list": (
+        lambda: [types.SimpleNamespace(state=None)],
+        lambda nodes, made: setattr(nodes[0], "state", made),
+    ),
+    "an object with a list": (
+        lambda: types.SimpleNamespace(states=[None]),
+        lambda node, made: node.states.__setitem__(0, made),
+    ),
+}
+
+
+@pytest.mark.parametrize("level", ["keep", "int8"])
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_what_a_module_keeps_in_an_argument_goes_with_the_next_call(kind: str, level: Any) -> None:
+    """A node of a tree keeps the state that its children, or its parent, are made from."""
+    make, put = ARGUMENTS[kind]
+    node = make()
+    net = Keeps(lambda *_: None)
+
+    def function(node: Any, x: Tensor) -> Tensor:
+        hidden = net.up(x).tanh()
+        put(node, net.aside(hidden).tanh())
+        result: Tensor = net.down(hidden)
+        return result
+
+    def step() -> Tensor:
+        made: Tensor = vramx.checkpoint(function, node, torch.ones(4, WIDTH), level=level)
+        return made
+
+    assert _alive_after(3, step) == _alive_after(4, step)
+
+
+@pytest.mark.parametrize("level", ["keep", "int8"])
+def test_a_state_in_an_argument_that_is_handed_on_has_its_gradient(level: Any) -> None:
+    def gradient(*, checkpointed: bool) -> Tensor:
+        torch.manual_seed(0)
+        inner, node = nn.Linear(WIDTH, WIDTH), types.SimpleNamespace(state=torch.ones(4, WIDTH))
+
+        def function(node: Any, x: Tensor) -> Tensor:
+            made: Tensor = torch.tanh(inner(x) + node.state * node.state)
+            node.state = made
+            return made
+
+        run: Any = vramx.checkpoint if checkpointed else lambda f, *args, **_: f(*args)
+        total = torch.zeros(())
+        for i in range(3):
+            total = total + run(function, node, torch.ones(4, WIDTH) * i, level=level).sum()
+        total.backward()
+        found: Any = inner.weight.grad
+        return found
+
+    torch.testing.assert_close(gradient(checkpointed=True), gradient(checkpointed=False))
+
+
 def test_what_a_function_keeps_of_a_call_goes_with_the_next() -> None:
     net = Keeps(KEPT["nowhere but by a hook"])
     kept, items = None, [torch.zeros(1)]

@@ -63,6 +63,7 @@ class Before:
         self._name = type(value).__name__
         self._is_cache = is_cache(value)
         self._tensors = [(tensor, version_of(tensor)) for tensor in copier.tensors]
+        self._now: Any = value  # until the region has run
 
     def again(self) -> Any:
         """Return the argument for a recomputation, which may change it."""
@@ -74,13 +75,18 @@ class Before:
         Raises:
             RecomputationError: it wrote into a tensor of it, and would do so again.
         """
+        now, self._now = self._now, None
         if any(version_of(tensor) != version for tensor, version in self._tensors):
             hint = "; pass use_cache=False, or a cache that grows" if self._is_cache else ""
             raise RecomputationError(
                 f"a checkpointed region writes into a tensor of its argument, a {self._name}, and "
                 f"would do so again when it is recomputed{hint}"
             )
+        has_graphs = any(tensor.grad_fn is not None for tensor, _ in self._tensors)
         self._tensors = []
+        if has_graphs and differs(self._copy, now):
+            # What it was may hold an earlier call, and that one what was there before it.
+            self._copy = Forgetting().copy_of(self._copy)
         if self._is_cache:
             warn_once(
                 f"a checkpointed layer fills a {self._name}, which keeps every layer's keys and "
