@@ -20,8 +20,10 @@ from torch.autograd.function import BackwardCFunction
 
 from vramx.compression.codec.roots import (
     MAYBE_POWERS,
+    SLOPES,
     SUMMED,
     graph_of_factor,
+    is_of_decades,
     is_of_products,
     is_power,
 )
@@ -89,6 +91,8 @@ def of_tensor(
         key = key, graph_of_factor(tensor, operation)
     if operation.name in SUMMED:
         key = key, is_of_products(tensor, operation)
+    if operation.name in SLOPES:
+        key = key, is_of_decades(operation)
     return key, storage
 
 

@@ -24,7 +24,13 @@ from torch.nn import Parameter
 from vramx.compression import attention
 from vramx.compression.codec.geometry import covered_elements, shape_of
 from vramx.compression.codec.mapping import is_result
-from vramx.compression.codec.roots import MAYBE_POWERS, SUMMED, graph_of_factor
+from vramx.compression.codec.roots import (
+    MAYBE_POWERS,
+    SLOPES,
+    SUMMED,
+    graph_of_factor,
+    is_of_decades,
+)
 from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
 from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.policy import third_party
@@ -236,6 +242,7 @@ class SavePolicy:
         # one is 1e10, hide all others of a group.
         exact = exact or (operation.name in FACTORS and not tensor.requires_grad)
         exact = exact or any(graph_of_factor(tensor, operation))
+        exact = exact or (operation.name in SLOPES and is_of_decades(operation))
         return _KEPT[POLICY] if exact else _CHOICES[self._bits]
 
     def _norm(self, tensor: torch.Tensor, operation: Operation) -> Choice:
@@ -310,9 +317,9 @@ def _plain_choices(bits: int, rules: tuple[Rule, ...]) -> dict[str, Choice]:
     named = _rules_by_operation(rules)
     found = dict.fromkeys(PRODUCTS | SMOOTH | SIZE_ONLY, _CHOICES[bits or MASK_BITS])
     found |= dict.fromkeys(SIGN_ONLY, _CHOICES[MASK_BITS])
-    # Attention, recurrent networks, and what may be the power of a power depend on what they are
-    # called with.
-    others = MAYBE_POWERS | SUMMED | RECURRENT
+    # Attention, recurrent networks, and what may be the power of a power, or one of two slopes that
+    # are taken from one another, depend on what they are called with.
+    others = MAYBE_POWERS | SUMMED | RECURRENT | SLOPES
     return {
         name: choice
         for name, choice in found.items()
