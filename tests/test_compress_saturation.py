@@ -250,3 +250,11 @@ def test_gates_and_written_out_gelus_are_packed_as_before() -> None:
         with vramx.compress(min_bytes=0) as stats:
             function(x @ weight)
         assert "policy" not in stats.kept
+
+
+def test_what_a_number_less_a_logarithm_multiplies_is_kept() -> None:
+    x = torch.rand(64, 256, requires_grad=True)
+    other = 2 - (x * 1).log()
+    with vramx.compress(min_bytes=0) as stats:
+        (x * 1).mul(other)
+    assert stats.kept["policy"].tensors == 1

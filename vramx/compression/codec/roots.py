@@ -37,11 +37,11 @@ SLOPES = frozenset({"sigmoid", "tanh", "pow"})
 _SCALED = frozenset(
     f"{name}Backward0"
     for name in (
-        *("Mul", "Div", "Neg", "Add", "Sub", "View", "UnsafeView", "ReshapeAlias"),
+        *("Mul", "Div", "Neg", "Add", "Sub", "Rsub", "View", "UnsafeView", "ReshapeAlias"),
         *("T", "Transpose", "Permute", "ToCopy", "Clone", "Select"),
         *("Unsqueeze", "Squeeze", "Expand", "Slice"),
     )
-)
+) | {"RsubBackward1"}  # of a number
 _EXPONENTIALS = frozenset({"ExpBackward0", "Exp2Backward0", "Expm1Backward0"})
 # Of chances: what multiplies them is taken from others of the same size in a gradient.
 _LOGARITHMS = frozenset({"LogBackward0", "LogSoftmaxBackward0"})
