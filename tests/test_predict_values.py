@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import deque  # which a copy of a step shares, as it does no list
 from types import SimpleNamespace
@@ -36,6 +37,21 @@ def test_a_place_in_a_queue_moves_on() -> None:
 
     vramx.predict(step, steps=4)
     assert ([*seen], int(place)) == ([0, 2, 4, 6], 0)
+
+
+def test_a_copy_of_a_model_counts_on_by_itself() -> None:
+    """As in federated training, or where a step takes an average of weights."""
+    norm, x = nn.BatchNorm1d(64), torch.zeros(8, 64)
+    seen = deque[Any]()
+
+    def step() -> None:
+        copied = copy.deepcopy(norm)
+        copied(x).sum().backward()
+        state = copy.deepcopy(copied.state_dict())
+        seen.append((int(norm.num_batches_tracked), int(state["num_batches_tracked"])))
+
+    vramx.predict(step, steps=1)
+    assert [*seen] == [(0, 1)]
 
 
 def test_lengths_of_a_batch_are_read() -> None:

@@ -45,6 +45,31 @@ _FINITE = {
 }
 
 
+class _Kept:
+    """What is known of a stand-in: a tensor on the host.
+
+    torch copies the attributes of a tensor with it, with modes that know no tensors with data.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    @property
+    def is_spoiled(self) -> bool:
+        return getattr(self.values.untyped_storage(), _SPOILED, False)
+
+    def spoil(self) -> None:
+        setattr(self.values.untyped_storage(), _SPOILED, True)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _Kept:
+        if self.is_spoiled:
+            return self
+        with real(), torch.no_grad():
+            return _Kept(self.values.clone())
+
+
 def value_of(tensor: Any) -> Tensor | None:
     """Return the values of a tensor without data, None where they are not known."""
     if not isinstance(tensor, FakeTensor):
@@ -52,7 +77,7 @@ def value_of(tensor: Any) -> Tensor | None:
     kept = getattr(tensor, _KEPT, None)
     if kept is None:
         return getattr(tensor, "constant", None)
-    return None if getattr(kept.untyped_storage(), _SPOILED, False) else kept
+    return None if kept.is_spoiled else kept.values
 
 
 def keep_value(stand_in: Tensor, tensor: Tensor, copies: Copies | None = None) -> None:
@@ -158,7 +183,7 @@ def _is_read(tensor: Tensor) -> bool:
 
 
 def _keep(stand_in: Tensor, value: Tensor) -> None:
-    setattr(stand_in, _KEPT, value)
+    setattr(stand_in, _KEPT, _Kept(value))
 
 
 def _known(value: Any) -> Any:
@@ -182,7 +207,7 @@ def _spoil(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             for tensor in tree_leaves(written):
                 kept = getattr(tensor, _KEPT, None)
                 if kept is not None:
-                    setattr(kept.untyped_storage(), _SPOILED, True)
+                    kept.spoil()
 
 
 @contextlib.contextmanager
