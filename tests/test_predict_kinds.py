@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import pytest
@@ -107,6 +108,21 @@ def test_programs_of_other_kinds_are_followed(step: Any) -> None:
         pytest.skip(f"this torch cannot without data: {error}")
     assert row.peak_bytes["live"] > row.before_bytes > 0
     assert all(p.grad is None for p in (*LAYER.parameters(), *BAG.parameters()))
+
+
+def test_types_of_the_time_before_devices_are_followed() -> None:
+    seen = deque[Any]()
+
+    def step() -> None:
+        made = LAYER(_inputs().cpu().type(LAYER.weight.type()))
+        others = made.type(torch.cuda.HalfTensor), made.type("torch.LongTensor"), made.type(None)
+        seen.append([(x.dtype, x.device.type) for x in (made, *others[:2])] + [others[2]])
+        made.sum().backward()
+
+    vramx.predict(step, steps=1)
+    cuda, kinds = "cuda", (torch.float32, torch.float16)
+    expected = [*((kind, cuda) for kind in kinds), (torch.int64, "cpu"), "torch.cuda.FloatTensor"]
+    assert seen[0] == expected
 
 
 def test_hooks_of_modules_are_copied_with_what_they_reach() -> None:

@@ -25,6 +25,18 @@ from vramx.planning.fake_values import keep_value, real, value_of
 
 _functions: Any = torch._C._VariableFunctions
 _HEAD_MULTIPLE = 8  # elements
+_TYPES = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "ShortTensor": torch.int16,
+    "CharTensor": torch.int8,
+    "ByteTensor": torch.uint8,
+    "BoolTensor": torch.bool,
+}
 
 
 def attention(
@@ -122,6 +134,17 @@ def _ctc_loss(
     return _functions.ctc_loss(probabilities, targets, *lengths, *rest)
 
 
+def _of_type(x: Tensor, dtype: Any = None, *rest: Any, **kwargs: Any) -> Any:
+    """Move a tensor to a type of the time before devices, such as "torch.cuda.FloatTensor"."""
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None)
+    kind = _TYPES.get(str(name).rpartition(".")[2])
+    if kind is None:
+        return Tensor.type(x, dtype, *rest, **kwargs)
+    module = dtype if isinstance(dtype, str) else dtype.__module__
+    where = torch.device("cuda", 0) if "cuda" in module else torch.device("cpu")
+    return x.to(kind) if x.device.type == where.type else x.to(where, kind)
+
+
 def _gaussian_nll(*args: Any, **kwargs: Any) -> Any:
     """Leave out the check that no variance is below 0, which reads them."""
     with mock.patch.object(torch, "any", answering(False)):
@@ -143,6 +166,7 @@ SEQUENCES: dict[Any, Any] = {
     _functions._pad_packed_sequence: _padded,
     _functions.ctc_loss: _ctc_loss,
     functional.gaussian_nll_loss: _gaussian_nll,
+    Tensor.type: _of_type,
     **{
         layer: _recurrent(layer)
         for layer in (
