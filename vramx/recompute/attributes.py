@@ -39,6 +39,7 @@ from vramx.recompute.objects import (
     Forgetting,
     TooLargeError,
     differs,
+    has_graph,
     storage_of,
     version_of,
     without_graph,
@@ -120,7 +121,7 @@ class _Copies:
         try:
             made = self._copier.copy(value)
             held = self._copier.tensors[met:]
-            if any(tensor.grad_fn is not None for tensor in held):
+            if any(map(has_graph, held)):
                 self._have_graphs.add(id(made))
             return made, held
         except TooLargeError:

@@ -34,7 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from vramx.compression.policy.weights import is_any_weight
 from vramx.recompute.norms import NORMS
-from vramx.recompute.objects import storage_of
+from vramx.recompute.objects import has_graph, storage_of
 
 _SATURATING = frozenset(
     f"aten::{name}"
@@ -230,7 +230,7 @@ class Elements:
 
 def _is_made(x: Tensor) -> bool:
     """Tell whether a graph has made a tensor that is no weight, nor a view or a cast of one."""
-    return x.grad_fn is not None and not is_any_weight(x, None)
+    return has_graph(x) and not is_any_weight(x, None)
 
 
 def _of_two(name: str, tensors: Sequence[Tensor], found: Sequence[_Elements]) -> str:

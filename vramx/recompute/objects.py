@@ -82,7 +82,7 @@ class Before:
                 f"a checkpointed region writes into a tensor of its argument, a {self._name}, and "
                 f"would do so again when it is recomputed{hint}"
             )
-        has_graphs = any(tensor.grad_fn is not None for tensor, _ in self._tensors)
+        has_graphs = any(has_graph(tensor) for tensor, _ in self._tensors)
         self._tensors = []
         if has_graphs and differs(self._copy, now):
             # What it was may hold an earlier call, and that one what was there before it.
@@ -177,6 +177,25 @@ def storage_of(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
 
+def has_graph(tensor: Tensor) -> bool:
+    """Tell whether an operation that has a gradient made a tensor.
+
+    torch refuses to tell of a view from a time without gradients whose memory was written to since.
+
+    Example:
+        >>> x = torch.zeros(2)
+        >>> with torch.no_grad():
+        ...     view = x[:1]
+        >>> made = x.mul_(torch.ones(2, requires_grad=True))
+        >>> has_graph(made), has_graph(view)
+        (True, False)
+    """
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:
+        return False
+
+
 def without_graph(tensor: Tensor) -> Tensor:
     """Return a tensor of the same memory that requires a gradient too, and has no graph.
 
@@ -188,7 +207,7 @@ def without_graph(tensor: Tensor) -> Tensor:
         >>> y.is_leaf, y.requires_grad, y.data_ptr() == x.data_ptr()
         (True, True, True)
     """
-    if type(tensor) is not Tensor or tensor.grad_fn is None:
+    if type(tensor) is not Tensor or not has_graph(tensor):
         return tensor
     return tensor.detach().requires_grad_()
 
