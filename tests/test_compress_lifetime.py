@@ -74,7 +74,7 @@ LETTING_GO: dict[str, Callable[[torch.Tensor], Any]] = {
     "a mask": hooked(lambda x: WEIGHT.masked_fill(x, 0.0)),
     **{
         f"a checkpoint's input, {level}": lambda x, level=level: vramx.checkpoint(
-            torch.sin, x, level=vramx.Compression(level=level, min_bytes=0)
+            lambda y: y.cumsum(-1), x, level=vramx.Compression(level=level, min_bytes=0)
         )
         for level in ("int8", "int4")
     },
