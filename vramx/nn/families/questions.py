@@ -37,6 +37,11 @@ def class_name(cls: type) -> str:
 
 def untouched(module: Any) -> bool:
     """Tell whether calling a module does nothing but its class's own forward."""
+    return unhooked(module) and _has_own_forward(type(module))
+
+
+def unhooked(module: Any) -> bool:
+    """Tell whether calling a module does nothing but what its class's forward is now."""
     state = module.__dict__
     return not (
         "forward" in state
@@ -45,7 +50,6 @@ def untouched(module: Any) -> bool:
         or state["_forward_pre_hooks"]
         or state["_backward_hooks"]
         or state["_backward_pre_hooks"]
-        or not _has_own_forward(type(module))
     )
 
 

@@ -215,8 +215,6 @@ def swap(module: nn.Module, family: type[Fused], settings: Settings) -> None:
     outer = dict.fromkeys(
         path.rsplit(".", cut)[0] for path in family.PARTS for cut in range(path.count("."), 0, -1)
     )
-    if settings.read is not None:
-        outer = dict.fromkeys(filter(None, settings.read.through))
     kinds = tuple((path, original_class(part_of(module, path))) for path in outer)
     for cls in (original_class(module), *(cls for _, cls in kinds)):
         questions.note_functions(cls)
