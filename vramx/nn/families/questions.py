@@ -147,5 +147,7 @@ def roles_of(module: Any) -> tuple[str, ...]:
 
 
 def is_transformed() -> bool:
-    """Tell whether torch.func or forward differentiation asks what the original is made of."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Tell whether torch.func, forward differentiation or a trace asks what an original does."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return not torch.compiler.is_compiling() and bool(torch._C._is_tracing())

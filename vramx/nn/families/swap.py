@@ -258,7 +258,9 @@ def _trains(module: Fused, call: dict[str, Any]) -> bool:
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             return False
     x: Any = call.get(module.ARGUMENTS[0])
-    return type(x) in PLAIN and x.is_floating_point() and not x.is_nested
+    if type(x) not in PLAIN or x.is_meta:  # of which nothing is kept
+        return False
+    return x.is_floating_point() and not x.is_nested
 
 
 def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
