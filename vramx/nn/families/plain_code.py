@@ -32,12 +32,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from vramx.nn.families.plain_plan import NotPlainError, is_table
 from vramx.nn.families.questions import part_of
 from vramx.patch.module import original_class
 from vramx.patch.references import is_filled
 from vramx.patch.subclass import RECORD
+from vramx.patch.torch_functions import replaced
 
 PLAIN = (int, float, bool, str, bytes, complex, type(None))
 _FIXED = (*PLAIN, type(...), slice, range, torch.dtype, torch.device, torch.Size)
@@ -116,6 +118,7 @@ class Reads:
         self.through = frozenset(found.ran.through)
         self._cells = found.cells
         self._bound = found.bound
+        self._of_torch = tuple(sorted(found.of_torch))
         self._modes = tuple((ask, ask()) for ask in found.modes)
         self.facts = tuple(sorted(found.facts.items(), key=itemgetter(0)))
         self._key = next(_keys)
@@ -138,21 +141,26 @@ class Reads:
 
     def hold_alone(self) -> bool:
         """Tell whether all but modules is what it was."""
+        if replaced(self._of_torch) is not None:
+            return False
         try:
-            for of, look, known in self._lookups:
-                if not all(map(is_, look(of), known)):
-                    return False
-            for get, functions, known in self._functions:
-                if not all(map(is_, map(get, functions), known)):
-                    return False
-            for ask, answer in self._modes:
-                if ask() != answer:
-                    return False
-            for cell, known in self._cells:
-                if cell.cell_contents is not known:
-                    return False
+            return self._are_the_same()
         except (KeyError, AttributeError, ValueError):  # it is gone
             return False
+
+    def _are_the_same(self) -> bool:
+        for of, look, known in self._lookups:
+            if not all(map(is_, look(of), known)):
+                return False
+        for get, functions, known in self._functions:
+            if not all(map(is_, map(get, functions), known)):
+                return False
+        for ask, answer in self._modes:
+            if ask() != answer:
+                return False
+        for cell, content in self._cells:  # noqa: SIM110 - as all_untouched()
+            if cell.cell_contents is not content:
+                return False
         return True
 
 
@@ -205,6 +213,7 @@ def look_through(module: nn.Module, ran: Ran) -> tuple[Reads, ByPath]:
     """
     found = _Finder(module, ran)
     found.find()
+    found.ran = Ran(ran.through, {key: ran.steps[key] for key in found.codes})
     constants = [
         (path, tuple((k, v) for k, v in of.items() if v is not _SAME))
         for path, of in found.constants.items()
@@ -264,6 +273,8 @@ class _Finder:
         self.cells: list[tuple[CellType, Any]] = []
         self.bound: list[tuple[CellType, str]] = []
         self.modes: dict[Any, None] = {}
+        self.codes: set[Key] = set()  # that were looked at, of what ran
+        self.of_torch: set[str] = set()  # functions of torch.nn.functional
         self.facts: dict[str, Any] = {}
         self.constants: dict[str, dict[str, Any]] = {}
         self._paths = {id(part): path for path, part in module.named_modules()}
@@ -391,6 +402,10 @@ class _Finder:
     def _walk(self, code: CodeType, names: dict[str, Any]) -> None:
         ran = self.ran.steps.get(code_key(code), ())
         steps = list(dis.get_instructions(code))
+        ends = {step.offset for step in steps if step.opname.startswith(("RETURN", "YIELD"))}
+        self.codes.update({code_key(code)} & self.ran.steps.keys())
+        if code_key(code) in self.ran.steps and not ends.intersection(ran):  # it was not told of
+            ran = {step.offset for step in steps}
         operations = {step.opname for step in steps if step.offset in ran}
         if operations & _OF_ERRORS:
             raise NotPlainError("it catches an error")
@@ -433,6 +448,8 @@ class _Finder:
     def _attribute_of(self, value: Any, name: str, said: str) -> Any:
         of_library = isinstance(value, (ModuleType, type, *_FUNCTIONS)) and _library(value) in _PURE
         if of_library and name not in _STATES:
+            if value is functional:
+                self.of_torch.add(name)
             return getattr(value, name, None)
         if isinstance(value, type) and not of_library:
             if hasattr(value, name) and not isinstance(_static(value, name), classmethod):

@@ -140,7 +140,6 @@ def _watched() -> Iterator[Steps]:
     def enter(frame: FrameType, *_: Any) -> Any:
         if str(frame.f_globals.get("__name__")).partition(".")[0] in _OTHERS:
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         run = steps.setdefault(code_key(frame.f_code), set())
 
         def note(frame: FrameType, event: str, _: Any) -> Any:
@@ -148,6 +147,10 @@ def _watched() -> Iterator[Steps]:
                 run.add(frame.f_lasti)
             return note
 
+        # In this order, and said again, for Python 3.12 and 3.13 to tell of a frame that has begun.
+        frame.f_trace_lines, frame.f_trace = False, note
+        frame.f_trace_opcodes = True
+        sys.settrace(enter)
         return note
 
     before = sys.gettrace()
