@@ -35,6 +35,12 @@ class Mode(enum.Enum):
     FAR = 2
 
 
+class Config:
+    """Settings that no instance is made of."""
+
+    scale = 0.25
+
+
 def times(x: float, scale: float = 0.25) -> float:
     return x * scale
 
@@ -159,6 +165,10 @@ SEEN: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
         _given(functools.partial(float, 0.25), lambda s: s.given()),
         lambda block: setattr(block.attn, "given", functools.partial(float, 0.9)),
     ),
+    "config that is a class": (
+        _given(Config, lambda s: s.given.scale),
+        lambda _: setattr(Config, "scale", 0.9),
+    ),
     "attribute of a class": (
         _given(None, lambda s: s.rank),
         lambda _: setattr(Attention, "rank", 0.9),
@@ -201,7 +211,7 @@ def _far_settings() -> None:
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Any:
     yield
-    globals()["NUMBER"] = SETTINGS.scale = Attention.rank = 0.25
+    globals()["NUMBER"] = SETTINGS.scale = Attention.rank = Config.scale = 0.25
     times.__defaults__ = (0.25,)
     LOG.clear()
 

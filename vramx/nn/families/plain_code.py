@@ -285,13 +285,16 @@ class _Finder:
         self.functions: list[FunctionType] = []
         self._met: dict[FunctionType, None] = {}
         self._waiting: list[FunctionType] = []
+        self._classes: dict[type, None] = {}
 
     def find(self) -> None:
         seen = -1
-        while seen != len(self.names) + len(self._met) + len(self._objects):
-            seen = len(self.names) + len(self._met) + len(self._objects)
+        while seen != len(self.names) + len(self._met) + len(self._objects) + len(self._classes):
+            seen = len(self.names) + len(self._met) + len(self._objects) + len(self._classes)
             for path, owner in list(self._objects.items()):
                 self._look_at(path, owner)
+            for cls in self._classes:
+                self._look_at_class(cls)
             while self._waiting:
                 self._look_into(self._waiting.pop())
         if self._around:
@@ -299,6 +302,11 @@ class _Finder:
         if OF_A_PART in self.names:
             for path in self._paths.values():
                 self.constants.setdefault(path, {})["training"] = True
+
+    def _look_at_class(self, cls: type) -> None:
+        for base in _bases(cls):
+            for name in self.names & vars(base).keys():
+                self._of_class(cls, name)
 
     # -- What has attributes -----------------------------------------------------------------------
 
@@ -341,6 +349,8 @@ class _Finder:
     def _attribute(self, path: str, known: dict[str, Any], name: str, value: Any) -> None:
         if is_even(value):
             known[name] = _copied(value)
+            if isinstance(value, type) and _library(value) not in _PURE:
+                self._classes[value] = None  # a config, perhaps
             for each in _functions_in(value):
                 self._call(each)
         elif isinstance(value, MethodType) and (
