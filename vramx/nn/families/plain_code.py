@@ -18,7 +18,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -130,9 +130,9 @@ class Reads:
     def __reduce__(self) -> Any:
         return _Pickled, (self.facts, self._ran)
 
-    def hold(self, module: Any) -> bool:
+    def hold(self, module: Any, compiles: bool) -> bool:
         """Tell whether all is what it was."""
-        if torch.compiler.is_compiling():  # once, and what it reads is not guarded
+        if compiles:  # once, and what it reads is not guarded
             return not self._bound and _still_hold(self._key)
         for cell, path in self._bound:
             if cell.cell_contents is not part_of(module, path):
@@ -141,19 +141,20 @@ class Reads:
 
     def hold_alone(self) -> bool:
         """Tell whether all but modules is what it was."""
-        if replaced(self._of_torch) is not None:
+        if self._of_torch and replaced(self._of_torch) is not None:
             return False
         try:
             return self._are_the_same()
-        except (KeyError, AttributeError, ValueError):  # it is gone
+        except Exception:  # it is gone, or of a kind that is not compared
             return False
 
     def _are_the_same(self) -> bool:
+        # Tuples compare what is identical without a look at it.
         for of, look, known in self._lookups:
-            if not all(map(is_, look(of), known)):
+            if look(of) != known:
                 return False
         for get, functions, known in self._functions:
-            if not all(map(is_, map(get, functions), known)):
+            if (*map(get, functions),) != known:
                 return False
         for ask, answer in self._modes:
             if ask() != answer:
@@ -175,8 +176,8 @@ class _Pickled:
     def __reduce__(self) -> Any:
         return _Pickled, (self._facts, self._ran)
 
-    def hold(self, module: Any) -> bool:
-        if torch.compiler.is_compiling() or self._is_other:
+    def hold(self, module: Any, compiles: bool) -> bool:
+        if compiles or self._is_other:
             return False
         if self._found is None:
             try:
@@ -186,7 +187,7 @@ class _Pickled:
                 self._is_other = True
             if self._found is None or self._is_other:
                 return False
-        return self._found.hold(module)
+        return self._found.hold(module, compiles)
 
 
 _keys = itertools.count()

@@ -144,7 +144,8 @@ def is_as_read(module: Any, plan: Plan) -> bool:
 
     In a graph it is asked once, and what it reads is guarded, but for what is no attribute.
     """
-    if not plan.reads.hold(module):
+    compiles = torch.compiler.is_compiling()
+    if not plan.reads.hold(module, compiles):
         return False
     parts: list[Any] = []
     for known in plan.members:
@@ -152,9 +153,14 @@ def is_as_read(module: Any, plan: Plan) -> bool:
         part = parts[known.parent]._modules[name] if name else module
         parts.append(part)
         # That the forward is its class's is among what is read.
-        if not part.training or (name and not unhooked(part)) or not _has_members(part, known):
+        if (
+            not part.training
+            or (name and not unhooked(part))
+            or not _has_members(part, known, compiles)
+        ):
             return False
-    if not _has_tables(module, plan.tables):
+    # Which a graph cannot look at.
+    if not compiles and not all(is_table(part_of(module, path)) for path in plan.tables):
         return False
     for path in plan.nothing:
         if not untouched(part_of(module, path)):
@@ -163,7 +169,7 @@ def is_as_read(module: Any, plan: Plan) -> bool:
     return not isinstance(dropout, str) or untouched(part_of(module, dropout))
 
 
-def _has_members(part: Any, known: Members) -> bool:
+def _has_members(part: Any, known: Members, compiles: bool) -> bool:
     """Tell whether a module has what it had; its linears and tensors may be others."""
     _, _, keys, kinds, absent, others, names, constants = known
     modules, own = part._modules, part.__dict__
@@ -175,7 +181,7 @@ def _has_members(part: Any, known: Members) -> bool:
     for key in absent:
         if getattr(part, key, None) is not None:
             return False
-    if constants is not None and not constants.hold(part):
+    if constants is not None and not constants.hold(part, compiles):
         return False
     return len(own) - (RECORD in own) == len(others) or not _has_new(own, others, names)
 
@@ -184,12 +190,6 @@ def _has_new(own: dict[str, Any], others: frozenset[str], names: frozenset[str] 
     """Tell whether a module has an attribute that its code may name, and had not."""
     new = [key for key in own if key not in others and key != RECORD]
     return bool(new) if names is None else not names.isdisjoint(new)
-
-
-def _has_tables(module: Any, paths: tuple[str, ...]) -> bool:
-    if torch.compiler.is_compiling():  # which cannot look at them
-        return True
-    return all(is_table(part_of(module, path)) for path in paths)
 
 
 def _parameters_of(module: nn.Module) -> list[inspect.Parameter]:
