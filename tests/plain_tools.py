@@ -254,7 +254,7 @@ STRANGE = {
     "post": "has norm",
     "by_length": "cannot be read",
     "half": "not known there",
-    "seen": "changes its attributes",
+    "seen": "which may have a state",
     "writes": "calls imul",
     "fixed": "cannot be read",
     "skips": "draws random numbers",

@@ -293,6 +293,17 @@ def test_a_compiled_graph_sees_what_changes() -> None:
     assert far(found, results(model, x)) < ROUNDING
 
 
+@pytest.mark.parametrize("torchs", [True, False])
+def test_what_is_traced_or_has_no_data_is_the_original(torchs: bool) -> None:
+    """A trace asks for what the original is made of; of tensors without data nothing is kept."""
+    model, x = model_of(made(torchs=torchs)), batch()
+    expected = results(model, x)
+    vramx.optimize(model, "keep")
+    traced = torch.jit.trace(model, (x,), check_trace=False)
+    assert far(results(traced, x), expected) < ROUNDING
+    assert model.to("meta")(x.to("meta")).shape == expected[0].shape
+
+
 @pytest.mark.parametrize("norm", ["own", "torchs", "hand"])
 def test_under_autocast(norm: str) -> None:
     """The residual stream has the weights' type, as in the original."""

@@ -47,6 +47,7 @@ from vramx.nn.families.plain_stages import (
     expect,
     norm_of,
     residual,
+    used_in,
 )
 from vramx.nn.families.questions import part_of
 
@@ -71,6 +72,14 @@ _MOVES = frozenset(
 )
 _SHAPES = frozenset(("size", "dim"))
 _NEVER = -1e9  # or less, in scores, is a chance of nothing
+# What may be done with tables, which no record follows: nothing random, and nothing in place.
+_OF_TABLES = frozenset(
+    (
+        *("eq", "ne", "lt", "gt", "le", "ge", "logical_not", "bitwise_not", "invert", "inv"),
+        *("bool", "to", "float", "getitem", "squeeze", "unsqueeze", "expand", "sub", "rsub"),
+    )
+)
+_OF_NUMBERS = ("_operator", "builtins", "math", "torch")
 
 
 def follow(graph: Any, module: nn.Module, rows: int, tokens: int) -> Plan:
@@ -134,11 +143,14 @@ class _Reader:
         self._nothing: list[str] = []
         self._tables: list[str] = []
         self._projections: list[str] = []
+        self._stages: list[Stage] = []
 
     def fresh(self, stage: Stage, width: int) -> Value:
         """Return all elements of a stage, in order."""
         rows, tokens = self._lead
-        return Value(stage, torch.arange(rows * tokens * width).view(rows, tokens, width))
+        stage.size = rows * tokens * width
+        self._stages.append(stage)
+        return Value(stage, torch.arange(stage.size).view(rows, tokens, width))
 
     def whole(self, value: Any) -> Stage:
         """Return the stage that a value is, element by element."""
@@ -149,7 +161,7 @@ class _Reader:
             expected = expected.view(value.stage.what[0]).transpose(1, 2).flatten(2)
         else:
             expected = expected.view(*self._lead, -1)
-        if not torch.equal(value.index, expected):
+        if value.index.numel() != value.stage.size or not torch.equal(value.index, expected):
             raise NotPlainError("elements are in another order than is known there")
         return value.stage
 
@@ -197,14 +209,17 @@ class _Reader:
             return self._attribute(first, args[1])
         if target is operator.getitem and isinstance(first, Value):
             return first.moved(first.index[args[1]])
+        name = getattr(target, "__name__", str(target))
         if not any(_is_followed(each) for each in (*args, *kwargs.values())):
+            _check_unfollowed(name, args, kwargs)
+            if getattr(target, "__module__", None) not in _OF_NUMBERS:
+                raise NotPlainError(f"it calls {name}")
             return target(*args, **kwargs)  # of numbers and shapes
         if target in _AS_MODULES and isinstance(first, Value):
             part = _AS_MODULES[target](*args[1:], **{k: v for k, v in kwargs.items() if v})
             if getattr(part, "inplace", False):
                 raise NotPlainError("it writes into a tensor")
             return self._after("activation", part, first)
-        name = getattr(target, "__name__", str(target))
         if name in _MOVES and getattr(torch, name, None) is target:
             return self.method(name, args, kwargs)
         known = _KNOWN.get(target)
@@ -215,6 +230,7 @@ class _Reader:
     def method(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         value, rest = args[0], args[1:]
         if not _is_followed(value):
+            _check_unfollowed(name, args, kwargs)
             return getattr(value, name)(*rest, **kwargs)
         if name in _SHAPES and isinstance(value, (Value, Parameter)):
             shape = value.index.shape if isinstance(value, Value) else value.shape
@@ -284,6 +300,8 @@ class _Reader:
         soft = isinstance(input, Scores) and not input.is_soft
         if not soft or dim not in (-1, 3) or dtype is not None:
             raise NotPlainError("it has a softmax that is not known")
+        if input.is_causal and not input.fill <= _NEVER:
+            raise NotPlainError("its attention has a mask that is not known")
         return replace(input, is_soft=True)
 
     def _masked(self, input: Any, mask: Any, value: Any) -> Scores:
@@ -292,14 +310,14 @@ class _Reader:
         later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
         fits = isinstance(mask, Tensor) and mask.numel() == tokens**2
         fits = fits and mask.shape[-2:] == later.shape and torch.equal(mask.view_as(later), later)
-        never = isinstance(value, (int, float)) and value <= _NEVER
-        if not fits or not never or not isinstance(input, Scores) or input.is_soft:
+        known = fits and isinstance(value, (int, float))
+        if not known or not isinstance(input, Scores) or input.is_soft:
             raise NotPlainError("its attention has a mask that is not known")
-        return replace(input, is_causal=True)
+        return replace(input, is_causal=True, fill=float(value))
 
     def _masked_in_place(self, input: Any, mask: Any, value: Any) -> Scores:
-        self._masked(input, mask, value)
-        input.is_causal = True  # for everyone who has it
+        masked = self._masked(input, mask, value)
+        input.is_causal, input.fill = True, masked.fill  # for everyone who has it
         return cast(Scores, input)
 
     def _matmul(self, a: Any, b: Any) -> Any:
@@ -326,6 +344,8 @@ class _Reader:
 
     def _attends(self, q: Value, k: Value, v: Value, how: tuple[Any, bool, Any]) -> Value:
         heads = (self._heads(q), self._heads(k), self._heads(v))
+        if how[2] is not None and not how[2] > 0:  # kernels share its root between q and k
+            raise NotPlainError("its attention has a scale that is not positive")
         sources = [each.stage.inputs[0] for each in (q, k, v)]
         if any(each is not sources[0] for each in sources):
             raise NotPlainError("its attention is of two tensors")
@@ -333,8 +353,11 @@ class _Reader:
             raise NotPlainError("its attention is of another shape")
         rows, tokens = self._lead
         shape = (rows, heads[0].number, tokens, heads[0].size)
-        stage = Stage("attended", (shape, Attention(heads, *how)), (sources[0],))
-        return Value(stage, torch.arange(torch.Size(shape).numel()).view(shape))
+        made_of = (sources[0], *dict.fromkeys((q.stage, k.stage, v.stage)))
+        stage = Stage("attended", (shape, Attention(heads, *how)), made_of)
+        stage.size = torch.Size(shape).numel()
+        self._stages.append(stage)
+        return Value(stage, torch.arange(stage.size).view(shape))
 
     def _heads(self, value: Value) -> Heads:
         """Return which elements of a projection these are, as (rows, heads, tokens, size)."""
@@ -343,7 +366,7 @@ class _Reader:
             raise NotPlainError("its attention is of something else than projections")
         _, count, _, size = index.shape
         start = int(index[0, 0, 0, 0])
-        all_of_it = self.fresh(stage, int(part_of(self._module, stage.what).out_features)).index
+        all_of_it = torch.arange(stage.size).view(*self._lead, -1)
         expected = all_of_it[..., start : start + count * size]
         fits = expected.shape[-1] == count * size
         fits = fits and torch.equal(index, expected.unflatten(-1, (count, size)).transpose(1, 2))
@@ -368,10 +391,12 @@ class _Reader:
             raise NotPlainError("it has no activation")
         if first is not x or norms[0].inputs[0] is not x or norms[1].inputs[0] is not middle:
             raise NotPlainError("its norms or its sums are of something else")
+        if not used_in(result).issuperset(self._stages):
+            raise NotPlainError("it computes something that its result is not made of")
         return Plan(
             (norm_of(norms[0]), norm_of(norms[1])), tuple(self._projections), attention.what[1],
             output.what, expect(inner, "linear").what, unit, outer.what, (after, last),
-            tuple(self._nothing), tuple(self._tables),
+            tuple(dict.fromkeys(self._nothing)), tuple(dict.fromkeys(self._tables)),
         )  # fmt: skip
 
 
@@ -401,8 +426,19 @@ _KNOWN_METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
+# What a forward may ask of a tensor by name.
+ASKED = _MOVES | _SHAPES | _OF_TABLES | _KNOWN_METHODS.keys() | {"shape", "ndim", "device", "mT"}
+
+
 def _is_followed(value: Any) -> bool:
     return isinstance(value, (Value, Scores, Parameter))
+
+
+def _check_unfollowed(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse what is done with a table, but for what is known to leave it, and to repeat."""
+    of_table = any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))
+    if of_table and name not in _OF_TABLES | _MOVES | _SHAPES | {"getattr"}:
+        raise NotPlainError(f"it calls {name} of a mask")
 
 
 def _scaled(value: Any, factor: Any) -> Any:
@@ -410,6 +446,8 @@ def _scaled(value: Any, factor: Any) -> Any:
         raise NotPlainError("it multiplies tensors")
     if isinstance(value, Scores) and value.is_soft:
         raise NotPlainError("it scales chances")
+    if isinstance(value, Scores):
+        value = replace(value, fill=value.fill * float(factor))
     return replace(value, factor=value.factor * float(factor))
 
 

@@ -5,6 +5,7 @@ Besides the versions of buffers that were looked at there is no state.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -45,13 +46,56 @@ class Attention(NamedTuple):
     scale: float | None
 
 
+class Constants:
+    """Values of attributes of a module, of its parts and of objects in these, by path."""
+
+    def __init__(self, known: dict[str, Any]) -> None:
+        self._known = known
+        # Of a single one it would be no tuple.
+        self._look = attrgetter(*known, next(iter(known)))
+        self._values = (*known.values(), next(iter(known.values())))
+
+    def hold(self, module: Any, compiles: bool) -> bool:
+        """Tell whether they are what they were."""
+        if compiles:  # what it reads is guarded
+            for path, value in self._known.items():
+                at, _, name = path.rpartition(".")
+                if getattr(part_of(module, at), name, None) != value:
+                    return False
+            return True
+        try:
+            return bool(self._look(module) == self._values)
+        except Exception:  # it is gone, or of a kind that is not compared
+            return False
+
+
+class Members(NamedTuple):
+    """What a module of a block had, as far as the block's code may see it.
+
+    `parent` is the number of the module that has it under `name`, "" for the block itself; `keys`
+    are the names of its modules and tensors, `kinds` the classes of its modules but for linears,
+    which may become others, and `absent` names of tensors that are None. `others` are all its
+    attributes, and `names` what the code names (None: any).
+    """
+
+    parent: int
+    name: str
+    keys: list[str]
+    kinds: tuple[tuple[str, type], ...]
+    absent: tuple[str, ...]
+    others: frozenset[str]
+    names: frozenset[str] | None
+    constants: Constants | None
+
+
 class Plan(NamedTuple):
     """A block: parts by their paths, or modules of its own for what calls a function.
 
     `unit` is the activation and what its result goes through, `after` what the result of each
     branch goes through before it is added. `nothing` are modules that did nothing in it, `tables`
-    buffers that say what is later, `through` the modules whose forwards were read, `constants` what
-    plain attributes were, by path, and `defaults` the values of what else the forward takes.
+    buffers that say what is later, `through` the modules whose forwards were read, `members` what
+    modules had, `reads` what their code reads of other things, and `defaults` the values of what
+    else the forward takes.
     """
 
     norms: tuple[Norm, Norm]
@@ -65,7 +109,8 @@ class Plan(NamedTuple):
     nothing: tuple[str, ...]
     tables: tuple[str, ...]
     through: tuple[str, ...] = ()
-    constants: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+    members: tuple[Members, ...] = ()
+    reads: Any = None  # a plain_code.Reads
     defaults: dict[str, Any] = {}  # noqa: RUF012 - nobody writes into it
 
 

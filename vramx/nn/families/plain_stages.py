@@ -24,6 +24,7 @@ class Stage:
     kind: str
     what: Any = None
     inputs: tuple[Stage, ...] = ()
+    size: int = 0  # how many elements it has
 
 
 @dataclass(eq=False)
@@ -50,6 +51,7 @@ class Scores:
     k: Value
     factor: float
     is_causal: bool = False
+    fill: float = -torch.inf  # what a mask has put in, multiplied since
     is_soft: bool = False
     dropout: str | float | None = None
 
@@ -76,6 +78,16 @@ def residual(stage: Stage) -> tuple[Stage, Stage]:
     """Return what a sum adds to, and what it adds."""
     a, b = expect(stage, "add").inputs
     return (b, a) if a.kind in ("linear", *AFTER) else (a, b)
+
+
+def used_in(stage: Stage) -> set[Stage]:
+    """Return a stage and all that it is made of."""
+    found, waiting = {stage}, [stage]
+    while waiting:
+        new = [each for each in waiting.pop().inputs if each not in found]
+        found.update(new)
+        waiting += new
+    return found
 
 
 def behind(stage: Stage, *kinds: str) -> tuple[tuple[str | nn.Module, ...], Stage]:

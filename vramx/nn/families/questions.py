@@ -37,6 +37,11 @@ def class_name(cls: type) -> str:
 
 def untouched(module: Any) -> bool:
     """Tell whether calling a module does nothing but its class's own forward."""
+    return unhooked(module) and _has_own_forward(type(module))
+
+
+def unhooked(module: Any) -> bool:
+    """Tell whether calling a module does nothing but what its class's forward is now."""
     state = module.__dict__
     return not (
         "forward" in state
@@ -45,7 +50,6 @@ def untouched(module: Any) -> bool:
         or state["_forward_pre_hooks"]
         or state["_backward_hooks"]
         or state["_backward_pre_hooks"]
-        or not _has_own_forward(type(module))
     )
 
 
@@ -143,5 +147,7 @@ def roles_of(module: Any) -> tuple[str, ...]:
 
 
 def is_transformed() -> bool:
-    """Tell whether torch.func or forward differentiation asks what the original is made of."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Tell whether torch.func, forward differentiation or a trace asks what an original does."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return not torch.compiler.is_compiling() and bool(torch._C._is_tracing())

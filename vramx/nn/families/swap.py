@@ -215,8 +215,6 @@ def swap(module: nn.Module, family: type[Fused], settings: Settings) -> None:
     outer = dict.fromkeys(
         path.rsplit(".", cut)[0] for path in family.PARTS for cut in range(path.count("."), 0, -1)
     )
-    if settings.read is not None:
-        outer = dict.fromkeys(filter(None, settings.read.through))
     kinds = tuple((path, original_class(part_of(module, path))) for path in outer)
     for cls in (original_class(module), *(cls for _, cls in kinds)):
         questions.note_functions(cls)
@@ -260,7 +258,9 @@ def _trains(module: Fused, call: dict[str, Any]) -> bool:
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             return False
     x: Any = call.get(module.ARGUMENTS[0])
-    return type(x) in PLAIN and x.is_floating_point() and not x.is_nested
+    if type(x) not in PLAIN or x.is_meta:  # of which nothing is kept
+        return False
+    return x.is_floating_point() and not x.is_nested
 
 
 def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
