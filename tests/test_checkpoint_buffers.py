@@ -322,6 +322,13 @@ class Trainer:
         return lambda x: self(x * 1)
 
 
+TRAINER, NORMS, TABLE = Trainer(), [NORM], {"norm": NORM}
+
+
+def by_name(x: Tensor) -> Tensor:
+    return TRAINER.norms[0](x).sin() if x.dim() == 2 else by_name(x[0])
+
+
 def of_a_dictionary() -> Callable[[Tensor], Tensor]:
     table = {"norm": NORM}
     return lambda x: table["norm"](x).sin()
@@ -334,6 +341,10 @@ REACHING: dict[str, Callable[[Tensor], Tensor]] = {
     "of an object that is called": Trainer(),
     "of a method": Trainer().__call__,
     "closed over": Trainer().within(),
+    "of an object that is named": lambda x: TRAINER(x * 1),
+    "in a list that is named": lambda x: NORMS[0](x).sin(),
+    "in a dictionary that is named": lambda x: TABLE["norm"](x).sin(),
+    "by a function that is named": lambda x: by_name(x * 1),
 }
 
 
