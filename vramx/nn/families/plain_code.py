@@ -5,8 +5,8 @@ are from. So the names in the code that ran are looked up, and in that of functi
 it names: global variables, what functions close over, defaults, attributes of classes, and by their
 names attributes of the block's modules and of objects in these, as of a config. Each is compared in
 a call by what it is: a microsecond for a dozen. Code that names anything which may change without
-being another, as a global dictionary, or asks on what it runs, is refused; what of is not looked
-at. Found in some milliseconds a block.
+being another, as a global dictionary, or asks on what it runs, is refused. Found in some
+milliseconds a block.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FIXED = (
 )
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 # Libraries whose functions do with what they are given what their names say, and keep no state.
-_PURE = frozenset(("torch", "einops", "typing_extensions", *sys.stdlib_module_names)) - {"__main__"}
+_PURE = {"torch", "numpy", "einops", "typing_extensions", *sys.stdlib_module_names} - {"__main__"}
 # Asked again, and compared.
 _MODES = {
     each.__name__: each
@@ -49,7 +49,7 @@ _MODES = {
 _REFUSED = """
     __class__ __dict__ __getattribute__ _buffers _parameters backends buffers callable cuda delattr
     dir distributed environ eval exec get_autocast_cpu_dtype get_autocast_dtype
-    get_autocast_gpu_dtype get_default_device globals hash id initial_seed input
+    get_autocast_gpu_dtype get_default_device getenv globals hash id initial_seed input
     is_anomaly_enabled is_autocast_cpu_enabled is_autocast_enabled is_tensor iter locals mps
     named_buffers named_parameters next open parameters print random repr setattr state_dict time
     type vars xpu
@@ -64,8 +64,6 @@ OF_EVERY_MODULE = frozenset((*vars(nn.Module()), RECORD))
 Key = tuple[str, int, str]
 Steps = dict[Key, set[int]]
 ByPath = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
-
-
 _CODE = attrgetter("__code__")
 
 
