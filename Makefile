@@ -90,6 +90,7 @@ version_tests = $(wildcard tests/test_compress*.py tests/test_checkpoint*.py tes
     tests/test_optimizers_offload.py tests/test_optimizers_refused.py \
     tests/test_predict.py tests/test_predict_steps.py tests/test_predict_refused.py \
     tests/test_fake_device.py tests/test_reductions.py \
+    $(wildcard tests/test_nn_plain*.py) \
     tests/test_nn_operators.py tests/test_nn_attention.py tests/test_nn_attention_linear.py \
     tests/test_nn_adapters.py
 

@@ -114,7 +114,9 @@ def _normalised(
     """Return the result of one of a block's norms, and the sum that it is of."""
     if norm.module is not None:
         return normalise(part_of(block, norm.module), sources, keep, into)
-    weight, bias = (None if path is None else part_of(block, path) for path in norm[1:3])
+    weight, bias = (
+        None if path is None else part_of(block, path) for path in (norm.weight, norm.bias)
+    )
     normed = layer_normed((weight, bias, norm.eps), sources, keep, into)
     if normed is not None:
         return normed, normed.residual_sum

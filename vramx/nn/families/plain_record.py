@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from torch.utils import checkpoint
 
 from vramx.compression import enclosing
 from vramx.nn.families.plain_code import Steps, code_key
@@ -29,6 +32,7 @@ _IN_PLACE = (
     *("iand", "ior", "ixor", "ilshift", "irshift"),
 )
 _OTHERS = frozenset(("torch", "vramx", *sys.stdlib_module_names)) - {"__main__"}
+_SWITCHES = "it switches gradients or autocast, or is checkpointed"
 _DEEPEST = 6  # containers in containers, and in attributes of objects in them
 
 
@@ -60,22 +64,23 @@ def traced(module: nn.Module) -> Record:
     from torch import fx
 
     through: dict[str, None] = {}
-    failures: list[NotPlainError] = []
+    is_over = False
+    failures: list[str] = []  # no errors: these have the frames, of which one has this list
 
     def failed(said: str) -> NotPlainError:
-        failures.append(NotPlainError(said))
-        return failures[-1]
+        failures.append(said)
+        return NotPlainError(said)
 
     class Tracer(fx.Tracer):
         proxy_buffer_attributes = True
-        stand_in = _stand_in(failed)
+        stand_in = _stand_in(failed, lambda: is_over)
 
         def proxy(self, node: Any) -> Any:
             return self.stand_in(node, self)
 
         def create_node(self, *args: Any, **kwargs: Any) -> Any:
             if _modes() != modes:
-                raise failed("it switches gradients or autocast, or is checkpointed")
+                raise failed(_SWITCHES)
             return super().create_node(*args, **kwargs)
 
         def to_bool(self, obj: Any) -> bool:  # noqa: ARG002 - fx gives it
@@ -92,20 +97,42 @@ def traced(module: nn.Module) -> Record:
     held = [value for part in module.modules() for value in part.__dict__.values()]
     held += [torch.default_generator, *torch.cuda.default_generators]
     generators = Generators((type(module).forward,), list(module.modules()), held)
-    with _unchanged(module), generators.restored():
+    with _unchanged(module), generators.restored(), _not_checkpointed(failed):
         try:
             with _watched() as steps:
                 graph = Tracer().trace(_Caller(module))
         finally:
+            is_over = True
             if failures:
-                raise failures[0]
+                raise NotPlainError(failures[0])
         if generators.have_drawn():
             raise NotPlainError("it draws random numbers")
     return Record(graph, tuple(through), steps)
 
 
-def _stand_in(failed: Callable[[str], NotPlainError]) -> Any:
-    """Return the class of what stands for tensors; `failed` notes an error, also one caught."""
+@contextmanager
+def _not_checkpointed(failed: Callable[[str], NotPlainError]) -> Iterator[None]:
+    """Have torch's checkpoint end in an error before it has begun, in this thread.
+
+    Before torch 2.13 it leaves its hooks where they are when the function in it fails, until the
+    collector comes by: what is saved meanwhile would be the stand-ins'.
+    """
+    begin, thread = checkpoint._checkpoint_without_reentrant_generator, threading.get_ident()
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return begin(*args, **kwargs)
+        raise failed(_SWITCHES)
+
+    with mock.patch.object(checkpoint, begin.__name__, refuse):
+        yield
+
+
+def _stand_in(failed: Callable[[str], NotPlainError], is_over: Callable[[], bool]) -> Any:
+    """Return the class of what stands for tensors; `failed` notes an error, also one caught.
+
+    Those that are left when the trace `is_over`, for the collector, say what they are.
+    """
     from torch import fx
 
     class Proxy(fx.Proxy):
@@ -121,7 +148,8 @@ def _stand_in(failed: Callable[[str], NotPlainError]) -> Any:
         @property  # type: ignore[misc]
         def __class__(self) -> Any:
             # isinstance() asks for it, in a frame that is its caller's.
-            if str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] == "torch":
+            asker = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+            if asker == "torch" or is_over():
                 return Proxy
             if self.node.op == "placeholder":
                 return Tensor
