@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import warnings
 from collections.abc import Callable
@@ -175,6 +176,8 @@ def test_torchs_error_of_a_transform_within_says_what_to_do(how: str, way: str) 
         call(x)
     (note,) = caught.value.__notes__
     assert "leave modules out whose forward calls torch.func.grad" in note
+    del caught
+    gc.collect()  # before torch 2.13 a checkpoint that has failed leaves its hooks until then
 
 
 @pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])

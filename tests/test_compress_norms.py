@@ -27,6 +27,10 @@ NORMS: dict[str, Any] = {
     "rms": nn.RMSNorm,
     "group": lambda width: nn.GroupNorm(2, width),
 }
+in_graph = pytest.param(
+    "graph",
+    marks=pytest.mark.skipif(graph._hook_context is None, reason="this torch inlines no hooks"),
+)
 WIDTHS = (8, 24, 48, 64, 96, 128, 192, 320)
 
 
@@ -64,7 +68,7 @@ class BehindALayer(nn.Module):
 
 
 @pytest.mark.parametrize("decided", [True, False], ids=["decided", "not decided"])
-@pytest.mark.parametrize("way", ["hooks", "graph"])
+@pytest.mark.parametrize("way", ["hooks", in_graph])
 def test_rows_that_a_layer_reads_do_not_share_a_group(
     way: str, decided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

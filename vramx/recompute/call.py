@@ -26,6 +26,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from vramx.compression import enclosing
 from vramx.compression.asked import options_of
 from vramx.compression.config import Compression
+from vramx.compression.notices import explain
 from vramx.errors import InvalidValueError
 from vramx.recompute import again
 from vramx.recompute.inputs import Inputs
@@ -174,16 +175,24 @@ def run(
         return result
     if not _keeps_inputs(settings):
         region = Region(function, structure, (args, kwargs), None, preserve_rng_state=draws_again)
-        return _torch_checkpoint(region, region.leaves_of(leaves), {}, settings.torch_options)
+        return _run_by_torch(region, leaves, settings)
     inputs = Inputs(settings.compression, settings.offload)
     region = Region(
         function, structure, (args, kwargs), inputs, vouched=settings.vouched,
         preserve_rng_state=draws_again,
     )  # fmt: skip
     with inputs.collected():
-        result = _torch_checkpoint(region, region.leaves_of(leaves), {}, settings.torch_options)
+        result = _run_by_torch(region, leaves, settings)
     inputs.settle(region.verdict)
     return result
+
+
+def _run_by_torch(region: Region, leaves: list[Any], settings: Settings) -> Any:
+    try:
+        return _torch_checkpoint(region, region.leaves_of(leaves), {}, settings.torch_options)
+    except RuntimeError as error:
+        explain(error)
+        raise
 
 
 def _keeps_inputs(settings: Settings) -> bool:
