@@ -48,8 +48,10 @@ def find(module: nn.Module, kind: type[Kind]) -> Kind | None:
         True
     """
     patch = patch_of(module)
-    changes = patch.changes if patch is not None else ()
-    return next((change for change in changes if isinstance(change, kind)), None)
+    for change in patch.changes if patch is not None else ():
+        if isinstance(change, kind):
+            return change
+    return None
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
