@@ -212,14 +212,18 @@ class Failing(nn.Module):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.8", reason="compiles otherwise under a mode")
-def test_a_compiled_part_of_a_region_is_recomputed_as_it_ran() -> None:
+@pytest.mark.parametrize("level", ["keep", SMALL], ids=["exact", "int8"])
+def test_a_compiled_part_of_a_region_is_recomputed_as_it_ran(level: Any) -> None:
     part = nn.Linear(WIDTH, WIDTH)
     part.compile(backend="aot_eager")
     norm = nn.LayerNorm(WIDTH)
     x = torch.randn(8, WIDTH, requires_grad=True)
-    vramx.checkpoint(lambda x: part(norm(x)).tanh(), x * 1, level=SMALL).sum().backward()
+    vramx.checkpoint(lambda x: part(norm(x)).tanh(), x * 1, level=level).sum().backward()
     expected = torch.autograd.grad(F.linear(norm(x), part.weight, part.bias).tanh().sum(), x)[0]
-    torch.testing.assert_close(x.grad, expected)
+    if level == "keep":
+        torch.testing.assert_close(x.grad, expected)
+    else:  # packed where a release shows what is in it
+        check_near([x.grad], [expected])
 
 
 def test_what_is_put_on_a_tensor_is_there_again() -> None:
