@@ -76,7 +76,7 @@ CUDAStream getCurrentCUDAStream(DeviceIndex device) {
 
 cudaStream_t CUDAStream::stream() const { return reinterpret_cast<cudaStream_t>(id()); }
 
-#if VRAMX_TORCH >= 215
+#if VRAMX_TORCH >= 214
 CUDAErrorLogCapture::CUDAErrorLogCapture() noexcept = default;
 
 void c10_cuda_check_implementation(const int32_t error, const char*, const char*, const uint32_t,
