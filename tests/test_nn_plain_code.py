@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import gc
 import math
 import pickle
 import types
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -278,6 +280,15 @@ class _Closing(nn.Module):
         x = x + self.attn(self.first(x))
         result: Tensor = x + self.through(self.second(x))
         return result
+
+
+def test_what_a_block_closes_over_goes_with_it() -> None:
+    model = model_of(_Closing())
+    assert fused_blocks(vramx.optimize(model, "keep")) == 1
+    closed_over = weakref.ref(model[0].mlp)
+    del model
+    gc.collect()
+    assert closed_over() is None
 
 
 def _picklable_factor(_: Any) -> float:

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -147,7 +148,7 @@ class _Pickled:
 
 
 _keys = itertools.count()
-_every: dict[int, Reads] = {}
+_every: WeakValueDictionary[int, Reads] = WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result
