@@ -139,6 +139,7 @@ def test_all_benchmarks_end_with_what_the_documentation_says_of_their_figures(st
     shutil.copytree(ROOT / "benchmarks" / "documents", stub / "benchmarks" / "documents")
     (stub / "benchmarks" / "documents" / "tables.ini").write_text(
         "[shown]\nof = stub, program\nrows = good\ncolumns =\n    time | {} | time | .1f ns\n"
+        "[gone]\nof = stub, program\nrows = lost\ncolumns =\n    time | {} | time | .1f ns\n"
     )
     before = [harness.Measurement("time", "ns", [4.0])]
     path = stub / "benchmarks" / "results" / "stub.csv"
