@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness import ROOT, Measurement, Options
-from benchmarks.traces import trace_files
+from benchmarks.traces import few_of, trace_files
 from vramx.memory import load_trace
 from vramx.memory.replay import load_core, open_replay
 
@@ -85,7 +85,7 @@ def cases(options: Options) -> list[str]:
     load_core()
     rules = list(RULES)[:1] if options.quick else RULES
     variants = [AS_IT_IS, *(f"{WITHOUT}{rule}" for rule in rules)]
-    programs = list(trace_files(options))[:2] if options.quick else trace_files(options)
+    programs = few_of(trace_files(options)) if options.quick else trace_files(options)
     return [f"{program}: {variant}" for variant in variants for program in programs]
 
 

@@ -40,7 +40,7 @@ def cases(options: Options) -> list[str]:
         *("linear", "conv2d", "layer_norm", "batch_norm", "gelu", "relu", "tanh", "pow", "dropout"),
         *("mul", "attention"),
     ]
-    return names[:4] if options.quick else names
+    return names[:1] if options.quick else names
 
 
 def measure(case: str, options: Options) -> list[Measurement]:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 DESCRIPTION = "programs of several streams, by allocator: time, overlap, memory (GPU)"
 
 CASES = ("prefetch", "runaway", "offload", "optimizer_states", "four_streams", "small_job")
-QUICK = ("prefetch", "small_job")
+QUICK = ("prefetch",)
 CHILD = PROGRAMS / "_streams.py"
 REPEATS = 7
 LIMIT_S = 180.0

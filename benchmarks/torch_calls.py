@@ -35,7 +35,7 @@ from benchmarks.programs._launch import (
     in_turn,
     visible_gpus,
 )
-from benchmarks.traces import trace_files
+from benchmarks.traces import few_of, trace_files
 from vramx.errors import VramxError
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
         VramxError: a trace is unknown, or the C++ source cannot be compiled here.
     """
     traces = chosen(trace_files(options), request.only)
+    if options.quick and not request.only:
+        traces = few_of(traces)
     gpu = visible_gpus(options.device, 1)[0]
     passes = 18 if options.quick else PASSES
     rounds = request.repeats or (1 if options.quick else REPEATS)

@@ -49,6 +49,12 @@ def trace_files(options: Options) -> dict[str, Path]:
     return found
 
 
+def few_of(files: dict[str, Path]) -> dict[str, Path]:
+    """Return two traces that a quick run replays: the smallest files, in their order."""
+    small = sorted(files.values(), key=lambda path: path.stat().st_size)[:2]
+    return {name: path for name, path in files.items() if path in small}
+
+
 def measure(case: str, options: Options) -> list[Measurement]:
     name, policy = case.rsplit(" ", 1)
     trace = load_trace(trace_files(options)[name])

@@ -124,6 +124,28 @@ def test_a_job_sets_the_gpu_and_inherits_no_allocator() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in _launch.environment(Job(Path("p.py"), NATIVE), inherited)
 
 
+def test_a_quick_job_takes_fewer_steps_unless_the_environment_names_a_size() -> None:
+    job = Job(Path("p.py"), NATIVE, is_quick=True)
+    assert _launch.environment(job, {})["PROGRAM_SIZE"] == "quick"
+    assert _launch.environment(job, {"PROGRAM_SIZE": "tiny"})["PROGRAM_SIZE"] == "tiny"
+    assert "PROGRAM_SIZE" not in _launch.environment(Job(Path("p.py"), NATIVE), {})
+
+
+@pytest.mark.parametrize(
+    ("size", "values"), [("full", (1, 1)), ("tiny", (2, 2)), ("quick", (1, 3)), (None, (1, 1))]
+)
+def test_a_size_has_values_of_its_own(
+    size: str | None, values: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.delenv("PROGRAM_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("PROGRAM_SIZE", size)
+    from benchmarks.programs._report import sized
+
+    assert (sized(1, 2), sized(1, 2, quick=3)) == values
+
+
 def test_the_three_allocators_differ_by_command_and_environment_only() -> None:
     native, expandable, vramx = _launch.ALLOCATORS
     assert (native.prefix, native.environment) == ((), ())

@@ -30,7 +30,7 @@ from vramx.sizes import MIB
 
 SEED = 1
 WARMUP_STEPS = 4
-MEASURED_STEPS = 21
+MEASURED_STEPS, QUICK_STEPS = 21, 5
 TRAINED_STEPS = 200
 LAST_STEPS = 20  # whose mean is the loss of a training
 SEEDS = range(1, 10)
@@ -161,7 +161,7 @@ def compare_gradients(case: str, workload: Workload, batch: Batch, ways: dict[st
 
 def compare_times(case: str, workload: Workload, batch: Batch, ways: dict[str, Way]) -> None:
     steps: dict[str, list[float]] = {name: [] for name in ways}
-    for name in in_turn(ways, sized(MEASURED_STEPS, 1)):
+    for name in in_turn(ways, sized(MEASURED_STEPS, 1, QUICK_STEPS)):
         with ways[name](workload):
             steps[name].append(timed_ms(partial(take_step, workload, batch))[0])
     first = statistics.median(next(iter(steps.values())))
@@ -197,7 +197,8 @@ def compare_hosts(case: str, workload: Workload, ways: dict[str, Way]) -> None:
         with way(workload, min_bytes=SMALL_MIN_BYTES) as counts:
             take_step(workload, batch)
             before = _packed(counts)
-            taken = [host_ms(partial(take_step, workload, batch)) for _ in range(sized(21, 1))]
+            steps = range(sized(MEASURED_STEPS, 1, QUICK_STEPS))
+            taken = [host_ms(partial(take_step, workload, batch)) for _ in steps]
             packed = (_packed(counts) - before) / len(taken)
         least[name] = min(taken)
         report(f"{case} {name}", "host_ms", "ms", taken)

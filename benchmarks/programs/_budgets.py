@@ -1,6 +1,6 @@
 """The process that benchmarks/budgets.py starts: one model, trained as planned and as by hand.
 
-    python _budgets.py CASE [quick]
+    python _budgets.py CASE
 
 Prints one line of JSON for each figure as soon as it is known; each plan goes to stderr. All loops
 are the same code, a user's: loss, backward, the optimizer's step, zero_grad(). An arrangement is a
@@ -32,14 +32,14 @@ from vramx.planning.meters import meter_of
 from vramx.planning.states import tensors_of
 from vramx.planning.words import apply_words, chosen_words, words_for
 
-BUDGETS, QUICK_BUDGETS = sized((5, 2), (2, 2))
+BUDGETS = sized(5, 2, quick=2)
 STEPS = sized(3, 2)  # of a loop whose peak is taken
 # Of each that is near the plan: so many turns of so many steps; and so many of the last two.
-TURNS, LAST_TURNS, TIMED = sized((3, 7, 3), (1, 1, 1))
+TURNS, LAST_TURNS, TIMED = sized((3, 7, 3), (1, 1, 1), quick=(1, 2, 1))
 MOST_UNSETTLED = sized(8, 1)  # of an arrangement: more than any took that settles at all
 # Of one turn: how much slower than the plan a rival may be to be timed in turns with it; and how
 # many of those are.
-NEAR, MOST_NEAR = 1.04, 3
+NEAR, MOST_NEAR = 1.04, sized(3, 3, quick=1)
 RATE = 1e-5
 
 
@@ -64,7 +64,7 @@ class Training:
         return peak_of(meter, self.step, STEPS)
 
 
-def main(case: str, quick: str = "") -> None:
+def main(case: str) -> None:
     recorder = Recorder(deterministic=False)
     with torch.device("meta"):
         SUBJECTS[case](torch.device("meta"))  # its library is imported ahead of the turn
@@ -74,7 +74,7 @@ def main(case: str, quick: str = "") -> None:
     fastest = vramx.plan(training.model, training.loss, optimizer=training.optimizer)
     report(f"{case} planning", "plan_s", "s", [time.perf_counter() - start_s])
     smallest = fastest.with_budget(training.loss, "smallest")
-    budgets = budgets_between(smallest, fastest, QUICK_BUDGETS if quick else BUDGETS)
+    budgets = budgets_between(smallest, fastest, BUDGETS)
     plans = [fastest.with_budget(training.loss, budget) for budget in budgets]
     for number, plan in enumerate(plans, 1):
         report_peak(f"{case} budget {number}", plan, training)
@@ -196,4 +196,4 @@ def compare(case: str, plan: vramx.Plan, hands: Hands) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or ["llama"])
+    main(sys.argv[1] if len(sys.argv) > 1 else "llama")

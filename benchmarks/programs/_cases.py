@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
@@ -63,18 +64,13 @@ def lines_of(verdicts: Sequence[Verdict]) -> list[str]:
 
 @dataclass(frozen=True)
 class Cases:
-    """The cases of a benchmark and the program that measures them.
-
-    Attributes:
-        is_shorter: whether a quick run tells the program "quick" behind the case's name.
-    """
+    """The cases of a benchmark and the program that measures them."""
 
     program: str
     names: tuple[str, ...]
     quick: tuple[str, ...]
     limit_s: float  # of each, where the request has none
     noun: str = "case"
-    is_shorter: bool = False
 
     def requested(self, options: Options, request: Request) -> tuple[str, ...]:
         """Return the names that the command line asks for, known or not; none are all."""
@@ -97,8 +93,8 @@ class Cases:
         gpu = visible_gpus(options.device, 1)[0]
         limit_s = request.limit_s or self.limit_s
         script = PROGRAMS / self.program
-        rest = ("quick",) if options.quick and self.is_shorter else ()
-        return lambda case: Job(script, ALLOCATORS[0], (case, *rest), gpu=gpu, limit_s=limit_s)
+        of_all = partial(Job, script, ALLOCATORS[0], gpu=gpu, limit_s=limit_s)
+        return lambda case: of_all((case,), is_quick=options.quick)
 
     def measure(
         self, options: Options, request: Request, writer: RowWriter

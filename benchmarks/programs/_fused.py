@@ -35,7 +35,7 @@ from benchmarks.programs._report import Recorder, in_turn, report, report_status
 
 SEED = 1
 WARMUP_STEPS = 3
-MEASURED_ROUNDS = 7
+MEASURED_ROUNDS = sized(7, 1, quick=3)
 PREPARE_LIMIT_S = 110.0  # what has not been prepared by then is skipped; rounds take 20 s more
 
 
@@ -75,12 +75,14 @@ class Case:
 
 # What differs from model to model, in a minute for each; the stack of Llama has every way.
 _PLAIN = ("eager", "keep", "int8", "recompute_mlp", "recompute_all", "checkpoint", "compile")
+_UNCOMPILED = tuple(way for way in WAYS if way not in COMPILED)
+_EVERY = sized(tuple(WAYS), tuple(WAYS), quick=_UNCOMPILED)  # compiling takes a minute
 # Batches of whoever runs out of memory: eager keeps some 15 GiB for backward. On an H200 its step
 # then takes 7.7 times (GPT-2), 3.4 times (ViT) and 1.4 times (ConvNeXt) what the host needs to
 # launch it (step_ms and host_ms in benchmarks/results/fused.csv). A quarter of the ViT's batch, as
 # in benchmarks/activations.py, takes the host as long as the GPU: that would measure Python.
 CASES = {
-    "llama": Case(lambda: llama(sized(8, 2)), "model", _hidden, tuple(WAYS)),
+    "llama": Case(lambda: llama(sized(8, 2)), "model", _hidden, _EVERY),
     # A dropout of 0.05 before adapters is the usual, none is peft's default.
     "lora": Case(lambda: _adapted(0.05), "model", _hidden, _PLAIN),
     "lora_undropped": Case(lambda: _adapted(0.0), "model", _hidden, _PLAIN),
@@ -295,7 +297,7 @@ def compare_times(case: str, arena: Arena, subjects: dict[str, Subject]) -> None
     gc.collect()
     steps: dict[str, list[float]] = {way: [] for way in subjects}
     hosts: dict[str, list[float]] = {way: [] for way in subjects}
-    rounds = in_turn(reversed(subjects), sized(1 + MEASURED_ROUNDS, 2))
+    rounds = in_turn(reversed(subjects), 1 + MEASURED_ROUNDS)
     for number, way in enumerate(rounds):
         step_ms, host_ms = timed_ms(partial(arena.step, subjects[way]))
         if number >= len(subjects):  # in the first round, the allocator's blocks are cut anew

@@ -51,7 +51,7 @@ class Trainer:
 
     def __init__(self, way: str, device: torch.device, seeds: Sequence[int] = SEEDS) -> None:
         self._shape = sized(Shape(), Shape(width=32, layers=2, heads=2, length=16, rows=2))
-        self._steps = sized(STEPS, 4)
+        self._steps = sized(STEPS, 4, quick=EVERY)
         self._every = sized(EVERY, 2)
         train, validation = standard_library_text(sized(24 << 20, 1 << 20))
         self._train, self._validation = train.to(device), validation.to(device)

@@ -100,6 +100,7 @@ class Job:
     gpu: str | None = None  # for CUDA_VISIBLE_DEVICES; as the environment has it if None
     limit_s: float = 180.0  # of its turns
     has_steps: bool = False  # it has a turn for each step
+    is_quick: bool = False  # it takes fewer steps, unless the environment names another size
 
 
 @dataclass(frozen=True)
@@ -318,6 +319,8 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     kept |= dict(job.allocator.environment)
     if job.gpu is not None:
         kept["CUDA_VISIBLE_DEVICES"] = job.gpu
+    if job.is_quick:
+        kept.setdefault("PROGRAM_SIZE", "quick")
     return kept
 
 

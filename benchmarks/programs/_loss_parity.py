@@ -26,7 +26,7 @@ from benchmarks.programs._report import Recorder, report, sized
 from benchmarks.programs._train_3b import BETAS, RATE, PerParameter
 
 MODEL = sized((256, (768, 12, 2048, 12, 4)), (256, (64, 2, 128, 4, 2)))
-STEPS, EVERY = sized((500, 100), (4, 2))
+STEPS, EVERY = sized((500, 100), (4, 2), quick=(100, 50))
 TEXT = sized(Shape(length=256, rows=8), Shape(length=16, rows=2))
 VALIDATION_BATCHES = sized(12, 1)
 

@@ -28,9 +28,9 @@ from benchmarks.programs._activations import SEED, forward, take_step
 from benchmarks.programs._report import Recorder, in_turn, report, sized, timed_ms
 from vramx.planning.meters import meter_of
 
-BUDGETS = 5
-WARMUP_STEPS = 2
-TURNS = 21
+BUDGETS = sized(5, 5, quick=2)
+WARMUP_STEPS = sized(2, 1)
+TURNS = sized(21, 1, quick=3)
 
 
 def main(case: str) -> None:
@@ -93,7 +93,7 @@ def applied(plan: vramx.Plan, workload: Workload, batch: Batch) -> Iterator[None
     """Have the model run as planned, past its first steps."""
     plan.apply()
     try:
-        for _ in range(sized(WARMUP_STEPS, 1)):
+        for _ in range(WARMUP_STEPS):
             take_step(workload, batch)
         yield
     finally:
@@ -105,7 +105,7 @@ def compare_times(plans: dict[str, vramx.Plan], workload: Workload, batch: Batch
     words = {name: tuple(plan.words.items()) for name, plan in plans.items()}
     different = {words[name]: plan for name, plan in plans.items()}
     steps: dict[Any, list[float]] = {key: [] for key in different}
-    for key in in_turn(different, sized(TURNS, 1)):
+    for key in in_turn(different, TURNS):
         with applied(different[key], workload, batch):
             steps[key].append(timed_ms(partial(take_step, workload, batch))[0])
     for name in plans:

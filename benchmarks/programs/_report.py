@@ -6,7 +6,8 @@ Everything is asked of torch's public interface, so the same code serves every a
 costs two synchronisations and is timed between them. Not thread-safe; one for each process.
 
 Read from the environment, beside what `_turn` reads:
-    PROGRAM_SIZE        "tiny" for shapes that a processor runs in seconds; "full" if not set
+    PROGRAM_SIZE        "tiny" for shapes that a processor runs in seconds, "quick" for fewer steps
+                        and ways; "full" if not set
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ SEED = 20_26
 
 
 def is_tiny() -> bool:
-    return os.environ.get("PROGRAM_SIZE", "full") == "tiny"
+    return os.environ.get("PROGRAM_SIZE") == "tiny"
 
 
-def sized(full: Size, tiny: Size) -> Size:
-    """Return the first on a GPU, the second for a run that only shows that the program works."""
+def sized(full: Size, tiny: Size, quick: Size | None = None) -> Size:
+    """Return what a run takes that is quoted, shows that the program works, or is in between."""
+    if quick is not None and os.environ.get("PROGRAM_SIZE") == "quick":
+        return quick
     return tiny if is_tiny() else full
 
 

@@ -31,7 +31,7 @@ from benchmarks.programs._report import SEED, Recorder, in_turn, report, sized, 
 from benchmarks.programs._seeing_models import MANY, Training, gpt2, llama, resnet50, small_layers
 
 HOST_BOUND = "small_layers"
-ROUNDS, STEPS = sized(9, 2), sized(4, 1)
+ROUNDS, STEPS = sized(9, 2, quick=3), sized(4, 1)
 ROUNDS_OF_HOST_BOUND, STEPS_OF_HOST_BOUND = sized(40, 2), sized(10, 4)
 WARM_UP = sized(4, 1)
 TRAININGS: dict[str, Callable[[], Training]] = {

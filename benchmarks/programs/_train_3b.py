@@ -39,7 +39,7 @@ SHAPES = {
     "10b": sized((32_000, (4096, 47, 14_336, 32, 8)), _TINY),  # 10.5 B, of 24 GiB 20 for weights
 }
 BATCH = sized((16, 512), (2, 32))
-WARM_UP, TIMED = sized(6, 1), sized(10, 2)
+WARM_UP, TIMED = sized((6, 10), (1, 2), quick=(3, 3))
 # Of the longest sequence: the first that is tried and the longest. No step is begun that should
 # take longer; its time grows with the square of the length, with a window in proportion.
 SHORTEST, LONGEST, LONGEST_STEP_MS = sized((32_768, 1 << 21, 330_000.0), (64, 128, 150_000.0))

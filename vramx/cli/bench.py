@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,11 @@ def _run_all(harness: Any, args: argparse.Namespace) -> int:
         rows.append(row)
         _report(row)
 
-    code = max([_run_one(harness, name, args, report) for name in harness.names()])
+    code = 0
+    for name in harness.names():
+        start_s = time.monotonic()
+        code = max(code, _run_one(harness, name, args, report))
+        common.note("bench", f"{name} took {time.monotonic() - start_s:.0f} s")
     common.print_parts(comparison(rows, claimed))
     return code
 
