@@ -225,6 +225,11 @@ def become(kind: type[nn.Module]) -> Any:
     return lambda model: setattr(model, "__class__", kind)
 
 
+def without_parameters(model: nn.Module) -> None:
+    for module in model.modules():
+        module._parameters.clear()
+
+
 def as_it_is(model: nn.Module) -> None: ...
 
 
@@ -244,6 +249,7 @@ def ending() -> Any:
         (as_it_is, {"sample": lambda model: torch.ones(())}, "requires_grad=False"),
         (as_it_is, {"sample": ending()}, "have come to an end"),
         (lambda model: model.requires_grad_(False), {}, "no parameter"),
+        (without_parameters, {}, "Stack has no parameters: it does not learn"),
         (become(WithCache), {}, "use_cache"),
         (become(Dropping), {}, "calls other blocks in one step than in the next"),
         (checkpoint, {}, "gradient_checkpointing_disable"),

@@ -33,6 +33,8 @@ def budget_bytes_of(budget: Budget, device: torch.device) -> int | None:
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model; raise unless it is one."""
     devices = {parameter.device for parameter in model.parameters()}
+    if not devices:
+        raise InvalidValueError(f"{type(model).__name__} has no parameters: it does not learn")
     if len(devices) != 1:
         raise InvalidValueError(
             f"the model's parameters are on {sorted(map(str, devices))}; accepted is one device"
