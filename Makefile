@@ -98,7 +98,7 @@ test-versions:
 	@$(call prepare,run test)
 	$(build)
 	failed=0
-	for release in 2.6 2.8 2.11 2.14; do
+	for release in 2.6 2.8 2.11 2.14 2.15; do
 	    version="$$("$$python" .ci/versions.py $$release)"
 	    "$$version" -m pytest -q -n 2 --dist worksteal $(version_tests) || failed=1
 	done

@@ -1,6 +1,6 @@
 """Finds or makes the Python with another release of torch, and prints its path.
 
-    PYTHON .ci/versions.py 2.6|2.8|2.11|2.14   called by a Python of the version that it has
+    PYTHON .ci/versions.py 2.6|2.8|2.11|2.14|2.15   called by a Python of the version that it has
 
 Each is an environment of its own in .venv-versions, with what the tests of hooks and checkpoints
 need; the compiled core is that of the checkout, which knows no torch. A stamp says from which pins
@@ -23,6 +23,7 @@ RELEASES = {
     "2.8": "torch==2.8.0",
     "2.11": "torch==2.11.0",
     "2.14": "torch==2.14.1",
+    "2.15": "torch==2.15.0",
 }
 # Triton before 3.7 cannot interpret kernels with numpy 2.4.
 BESIDE = ("numpy<2.4", *map(pin, ("pytest", "pytest-xdist", "hypothesis", "rich")))
