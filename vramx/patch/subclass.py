@@ -250,7 +250,12 @@ def _layout_of(original: Any) -> tuple[type, ...]:
         return ()
     metaclass: Any = type(below)
     layout = metaclass("Layout", (_Bare,), {})
-    layout.__bases__ = (below,)  # which tells no registry of its author's of a subclass
+    try:
+        layout.__bases__ = (below,)  # which tells no registry of its author's of a subclass
+    except TypeError:
+        # From Python 3.15 on, Generic is put below no class that is there; without __orig_bases__
+        # it refuses one that names no types.
+        layout = metaclass("Layout", (below,), {"__orig_bases__": ()})
     return (layout,)
 
 
