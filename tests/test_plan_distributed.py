@@ -234,7 +234,7 @@ def test_out_of_memory_in_one_process_does_not_leave_the_other_waiting(
     tmp_path: Path, quiet: bool
 ) -> None:
     # run_on_two() fails where a process is still there after a minute.
-    both = run_on_two(partial(train, True, quiet), tmp_path, patience_s=4)
+    both = run_on_two(partial(train, True, quiet), tmp_path, patience_s=6)
     waiting, failed = (each["said"] for each in both)
     assert waiting.startswith("FailedTogetherError: another process failed in a step")
     assert failed.startswith("FailedTogetherError: out of memory in a step")
