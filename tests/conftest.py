@@ -26,8 +26,6 @@ TESTS = Path(__file__).resolve().parent
 # Where two workers share the machine, torch's own threads would wait for each other's processor.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A collection after each compilation; garbage is collected often enough without.
-os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 name_missing()
 # So much of a GPU for each of the tests that run beside others; those that need more are marked.
 GPU_BYTES_PER_WORKER = 10 << 30
@@ -58,6 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all tests are there: what is imported is not garbage
+    if not _gpus():  # whose memory garbage would hold: else none is collected after compilations
+        os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
     # xdist would start the files with the most tests first, and those are not the longest.
     config.option.loadscopereorder = False
 
