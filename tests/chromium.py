@@ -55,14 +55,18 @@ class Page:
         self._buffer = b""
         self._number = 0
         self._session: str | None = None
+        self._target: str | None = None
         self.complaints: list[str] = []
         self.requests: list[str] = []
 
     def open(self, path: Path) -> None:
         """Load a file without a network and wait until it is there."""
         self._session = None
+        if self._target is not None:
+            self._call("Target.closeTarget", targetId=self._target)
         self.complaints, self.requests = [], []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._target = target
         attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):

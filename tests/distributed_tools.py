@@ -5,6 +5,7 @@ The processes import the file of the function that they run: it imports nothing 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -67,6 +68,7 @@ def run_on_two(
 def _run(
     rank: int, folder: str, patience_s: float, function: Callable[[int], dict[str, Any]]
 ) -> None:
+    gc.freeze()  # what the server has imported, for collections not to look at it again
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     distributed.init_process_group(

@@ -141,7 +141,8 @@ def test_a_planted_defect_is_reported(tmp_path, sanitizer: str, body: str) -> No
 # Forks, and a few of the random steps, are done under the sanitizers above.
 STEPS = 1_000_000
 RANDOM = ("random", "repeats", "threads")
-CHECKS = ("defects", "failures")  # they have steps of their own
+# They have steps of their own. The defects check the checks: shrinking each is a process a try.
+CHECKS = (pytest.param("defects", marks=pytest.mark.slow), "failures")
 
 
 def stress(*arguments: object) -> str:

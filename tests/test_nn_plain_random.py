@@ -191,7 +191,9 @@ def _results(model: nn.Module, tokens: int) -> list[Tensor]:
     return [g.detach().nan_to_num(7.0) for g in (y, *found) if g is not None]
 
 
-@pytest.mark.parametrize("first", range(0, 320, 80))
+@pytest.mark.parametrize(
+    "first", [0, 80, *(pytest.param(n, marks=pytest.mark.slow) for n in (160, 240))]
+)
 def test_blocks_that_are_read_or_left_compute_the_same(first: int) -> None:
     read, left = 0, 0
     for seed, model in _blocks(range(first, first + 80)):

@@ -17,10 +17,13 @@ using enum StepKind;
 // Growth, reuse across streams, stitching with and without growth, an alias hit, a stream that goes
 // away, trim and defragment. Streams have work queued all along. What is to be stitched is above
 // 1 MiB, below which the core prefers to grow. No block's number is a multiple of four: those are
-// stamped in full (bytes.cpp), and touching memory would take most of the time.
+// stamped in full (bytes.cpp), and touching memory would take most of the time. Chunks are of one
+// unit, so that a step makes the calls of up to eleven of them, and of no more.
 Scenario every_path() {
   constexpr std::uint64_t kUnit = 256 << 10;
-  return {.setup = {.capacity = Bytes{16 << 20}, .cross_stream = CrossStream::kAlways},
+  return {.setup = {.capacity = Bytes{16 << 20},
+                    .granularity = Bytes{kUnit},
+                    .cross_stream = CrossStream::kAlways},
           .steps = {
               {kAllocate, 1, 1, kUnit},
               {kAllocate, 2, 1, 3 * kUnit},

@@ -97,7 +97,7 @@ bool World::aliases_are_ample() const {
       blocks_.begin(), blocks_.end(),
       [&](const auto& entry) { return (driver_->relative(entry.second.address) >> 56) != 0; });
   return !has_block_in_alias && all_work_is_done() &&
-         driver_->chunks().size() + setup_.capacity / kGranularity <= setup_.alias_mappings;
+         driver_->chunks().size() + setup_.capacity / setup_.granularity <= setup_.alias_mappings;
 }
 
 // By which the arena may grow.
@@ -121,7 +121,7 @@ void World::judge_out_of_memory(Bytes requested) {
       may_share && aliases_are_ample() ? shadow_->unowned_chunks(driver_->chunks()) : Bytes{};
   const Bytes size = rounded(requested);
   const Bytes deficit = size > whole ? size - whole : Bytes{};
-  if (round_up(deficit, kGranularity) <= room()) {
+  if (round_up(deficit, setup_.granularity) <= room()) {
     fail("out of memory: for " + std::to_string(size.count) + " bytes, with " +
          std::to_string(whole.count) + " in whole chunks and room for " +
          std::to_string(room().count));
@@ -146,7 +146,7 @@ std::vector<StreamPoint> World::later_work(const Step& step) const {
 void World::judge_waits(const Step& step, Bytes room, const std::vector<StreamPoint>& later) {
   const ObservedDriver::Counts& now = driver_->counts();
   if (now.waits == counts_before_step_.waits || !is_undisturbed()) return;
-  const Bytes grown = round_up(rounded(Bytes{step.amount}), kGranularity);
+  const Bytes grown = round_up(rounded(Bytes{step.amount}), setup_.granularity);
   require(!may_judge() || setup_.cross_stream != CrossStream::kUnderPressure || grown > room,
           "policy: a stream was made to wait where there was room");
   if (now.marks != counts_before_step_.marks) return;

@@ -38,6 +38,10 @@ std::string text_of(const Setup& setup) {
     if (value == default_value) return;
     text += ",\n                ." + std::string(field) + " = " + std::to_string(value);
   };
+  if (setup.granularity != usual.granularity) {
+    text +=
+        ",\n                .granularity = Bytes{" + std::to_string(setup.granularity.count) + "}";
+  }
   add("alias_mappings", setup.alias_mappings, usual.alias_mappings);
   add("alias_factor", setup.alias_factor, usual.alias_factor);
   add("mapping_ceiling", setup.mapping_ceiling, usual.mapping_ceiling);

@@ -41,6 +41,7 @@ enum class Defect : std::uint8_t {
 
 struct Setup {
   Bytes capacity{4 << 20};
+  Bytes granularity = kGranularity;
   CrossStream cross_stream = CrossStream::kUnderPressure;
   bool repeats_placements = true;
   std::uint64_t alias_mappings = 128 * 1024;

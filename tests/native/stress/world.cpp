@@ -23,7 +23,7 @@ World::~World() { allocator_.reset(); }
 
 void World::open() {
   auto opened = SimDriver::open({.capacity = setup_.capacity,
-                                 .granularity = kGranularity,
+                                 .granularity = setup_.granularity,
                                  .mapping_ceiling = setup_.mapping_ceiling});
   if (!opened.ok()) return fail("setup: the simulated device does not open");
   sim_ = std::move(opened.value());
