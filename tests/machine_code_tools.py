@@ -4,14 +4,12 @@ Instructions an element decide whether memory is the limit. At 4.3 TB/s an H200 
 instructions an element and byte that is moved: its 132 x 4 schedulers at 1.98 GHz serve 32 lanes
 each. Counted are those of a whole tile: in the machine code it lies before the first EXIT that has
 no condition; the short tile and the division's slow path lie behind. The counts are those of the
-compiler that is installed. What a kernel compiles to is kept under build/machine-code, by its
-source and all that it was compiled for.
+compiler that is installed.
 """
 
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
 import re
 import shutil
@@ -30,7 +28,6 @@ import pytest
 from vramx.kernels import launch
 
 SM_90 = (90, 32)
-KEPT = Path(__file__).resolve().parent.parent / "build" / "machine-code"
 # Of a program: what capability 8.6, 8.9 and 12.0 have. An H100 would run twice as much.
 MOST_SHARED_BYTES = 99 << 10
 
@@ -75,7 +72,7 @@ def compiled(
     aligned: Callable[[str, str], bool] = lambda name, kind: kind[0] == "*",
 ) -> MachineCode:  # fmt: skip
     """Compile a kernel whose arguments are of `types` or in `constants`, `elements` a thread."""
-    folder()  # skips where nothing can be compiled
+    cache = {"TRITON_CACHE_DIR": str(folder())}
     import triton
 
     place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
@@ -85,40 +82,22 @@ def compiled(
     source = triton.compiler.ASTSource(
         kernel, signature, known, {place[n]: [["tt.divisibility", 16]] for n in multiples}
     )
-    options = {name: constants.get(name) for name in ("num_warps", "maxnreg")}
-    set_by = sorted(item for item in os.environ.items() if item[0].startswith("TRITON_"))
-    key = repr((source.hash(), triton.__version__, SM_90, options, set_by, find_disassembler()))
-    kept = KEPT / hashlib.sha256(key.encode()).hexdigest()
-    if not kept.exists():
-        _keep(kept, *_machine_code(source, options))
-    shared_bytes, text = kept.read_text().split("\n", 1)
-    assert int(shared_bytes) <= MOST_SHARED_BYTES
-    return parse(text, elements)
-
-
-def _keep(kept: Path, *lines: object) -> None:
-    """Write a file at once, for others may write and read it, too."""
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    part = kept.with_suffix(f".{os.getpid()}")
-    part.write_text("\n".join(map(str, lines)))
-    part.replace(kept)
-
-
-def _machine_code(source: Any, options: Mapping[str, Any]) -> tuple[int, str]:
-    """Compile a kernel; return its bytes of shared memory, and its code as text."""
-    import triton
-
-    with patch.dict(os.environ, {"TRITON_CACHE_DIR": str(folder())}):
+    with patch.dict(os.environ, cache):
         binary = triton.compile(
             source,
             target=triton.backends.compiler.GPUTarget("cuda", *SM_90),
-            options=options,
+            options={name: constants.get(name) for name in ("num_warps", "maxnreg")},
         )
+    assert binary.metadata.shared <= MOST_SHARED_BYTES
+    return parse(disassembled(binary.asm["cubin"]), elements)
+
+
+@lru_cache
+def disassembled(cubin: bytes) -> str:
     file = folder() / "kernel.cubin"
-    file.write_bytes(binary.asm["cubin"])
+    file.write_bytes(cubin)
     command = [find_disassembler(), "-c", "-ndf", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    return binary.metadata.shared, done.stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def parse(text: str, elements: int) -> MachineCode:
