@@ -28,6 +28,8 @@ import pytest
 from vramx.kernels import launch
 
 SM_90 = (90, 32)
+# Triton's own: what a kernel compiled to in the run before, if neither has changed.
+CACHE = Path(__file__).resolve().parent.parent / "build" / "triton"
 # Of a program: what capability 8.6, 8.9 and 12.0 have. An H100 would run twice as much.
 MOST_SHARED_BYTES = 99 << 10
 
@@ -56,7 +58,7 @@ class MachineCode:
 
 @lru_cache
 def folder() -> Path:
-    """A place of this process's own for what is compiled; skip where nothing can be."""
+    """A place of this process's own for machine code; skip where nothing can be compiled."""
     triton = pytest.importorskip("triton")
     if not isinstance(launch.mask_plan(packs=True).kernel, triton.JITFunction):
         pytest.skip("TRITON_INTERPRET is set: nothing compiles in this process")
@@ -72,7 +74,7 @@ def compiled(
     aligned: Callable[[str, str], bool] = lambda name, kind: kind[0] == "*",
 ) -> MachineCode:  # fmt: skip
     """Compile a kernel whose arguments are of `types` or in `constants`, `elements` a thread."""
-    cache = {"TRITON_CACHE_DIR": str(folder())}
+    folder()  # skips where nothing can be compiled
     import triton
 
     place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
@@ -82,7 +84,7 @@ def compiled(
     source = triton.compiler.ASTSource(
         kernel, signature, known, {place[n]: [["tt.divisibility", 16]] for n in multiples}
     )
-    with patch.dict(os.environ, cache):
+    with patch.dict(os.environ, {"TRITON_CACHE_DIR": str(CACHE)}):
         binary = triton.compile(
             source,
             target=triton.backends.compiler.GPUTarget("cuda", *SM_90),
