@@ -17,6 +17,7 @@ from checkpoint_tools import LEVELS, SMALL, WIDTH, check_near, quiet, seeds
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -202,6 +203,33 @@ def test_a_recomputation_has_the_default_dtype_of_its_call(level: Any) -> None:
     y.sum().backward()
     assert torch.get_default_dtype() == torch.float32
     check_near([x.grad], [2 * x.detach()], level)
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return (weight.triu() + weight.triu(1).T).exp() / WIDTH
+
+
+@LEVELS
+def test_a_recomputation_has_the_weights_that_were_cached_for_its_call(level: Any) -> None:
+    def gradients(level: Any, around: Callable[[], Any] = contextlib.nullcontext) -> list[Tensor]:
+        torch.manual_seed(0)
+        part = Heads()
+        parametrize.register_parametrization(part.up, "weight", Symmetric())
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), part, part)
+        if level is not None:
+            vramx.checkpoint_modules(net, Heads, level=level)
+        with parametrize.cached():
+            y = net(torch.linspace(-2, 2, 32 * WIDTH).view(32, WIDTH))
+        with around():
+            y.square().mean().backward()
+            assert bool(parametrize._cache_enabled) == (around is parametrize.cached)
+            assert not parametrize._cache
+        return [p.grad for p in net.parameters()]
+
+    expected = gradients(None)
+    check_near(gradients(level), expected, level)
+    check_near(gradients(level, parametrize.cached), expected, level)
 
 
 class Failing(nn.Module):
