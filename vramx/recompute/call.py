@@ -103,10 +103,10 @@ def checkpoint(
         The same where the region gives a function of an input's elements, such as its gelu.
     Sync: never waits for the device.
 
-    Within a transform of torch.func, and under forward differentiation, the function runs as it is,
-    and nothing is recomputed. Within another checkpoint, under torch.no_grad(), and where
-    torch.compile traces the call, this is torch's checkpoint: nothing is kept here, or the compiler
-    decides about it.
+    Within a transform of torch.func, under forward differentiation, and where torch.jit.trace
+    records the call, the function runs as it is, and nothing is recomputed. Within another
+    checkpoint, under torch.no_grad(), and where torch.compile traces the call, this is torch's
+    checkpoint: nothing is kept here, or the compiler decides about it.
 
     Example:
         >>> import torch, vramx
@@ -164,6 +164,9 @@ def run(
         return _torch_checkpoint(function, args, kwargs, settings.torch_options)
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         # torch's checkpoint knows no transforms: it refuses, or recomputes another function.
+        return function(*args, **kwargs)
+    if torch._C._get_tracing_state() is not None:
+        # A trace has no region, and would have what packs its inputs.
         return function(*args, **kwargs)
     leaves, structure = flatten((args, kwargs))
     draws_again = settings.torch_options.get("preserve_rng_state", True)
