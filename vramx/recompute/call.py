@@ -160,13 +160,14 @@ def run(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> Any:
     # While it traces, dynamo must meet torch's own function first: that one it knows.
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and torch._C._get_tracing_state() is not None:
+        # A trace has no region, and would have what packs its inputs.
+        return function(*args, **kwargs)
+    if is_compiling or not torch.is_grad_enabled():
         return _torch_checkpoint(function, args, kwargs, settings.torch_options)
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         # torch's checkpoint knows no transforms: it refuses, or recomputes another function.
-        return function(*args, **kwargs)
-    if torch._C._get_tracing_state() is not None:
-        # A trace has no region, and would have what packs its inputs.
         return function(*args, **kwargs)
     leaves, structure = flatten((args, kwargs))
     draws_again = settings.torch_options.get("preserve_rng_state", True)
