@@ -354,6 +354,35 @@ def test_positions_that_are_encoded_are_kept_exactly_and_the_rest_packed(
     assert F.cosine_similarity(packed.flatten(), gradient(field).flatten(), 0) > 0.99
 
 
+# Functions that want the elements exactly, of what norms of torch give.
+SHARPENED: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax, rows": lambda x: (F.layer_norm(x, (64,)) * 50).softmax(-1),
+    "softmax, of squares": lambda x: (F.rms_norm(x, (64,)) * 50).softmax(-1),
+    "softmax, groups": lambda x: (F.group_norm(x, 4) * 50).softmax(-1),
+    "softmax, channels": lambda x: (F.batch_norm(x, None, None, training=True) * 50).softmax(-1),
+    "sine": lambda x: (F.layer_norm(x, (64,)) * 50).sin(),
+    "scores": lambda x: (F.layer_norm(x, (64,)) @ F.layer_norm(x, (64,)).T / 16).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", SHARPENED)
+def test_what_a_norm_gives_to_a_softmax_or_a_sine_is_of_exact_inputs(
+    name: str, packs: Packs
+) -> None:
+    x, hidden = (torch.randn(64, 64).requires_grad_() for _ in "ab")
+
+    def block(x: Tensor, hidden: Tensor) -> Tensor:
+        return SHARPENED[name](x) @ bent(hidden)
+
+    def gradient(call: Callable[..., Tensor]) -> Tensor:
+        y = call(x * 1, hidden * 1)
+        return torch.autograd.grad(y, x, torch.ones_like(y).cumsum(0).cos())[0]
+
+    found = gradient(lambda *both: vramx.checkpoint(block, *both, level=SMALL))
+    assert packs.sizes == [64 * 64]
+    assert F.cosine_similarity(found.flatten(), gradient(block).flatten(), 0) > 0.99
+
+
 # What a gate lets through, and a norm of it.
 GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a norm": lambda x, gate: F.rms_norm(x * F.silu(gate), (128,)),

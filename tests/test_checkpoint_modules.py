@@ -104,3 +104,14 @@ def test_a_module_that_is_not_training_is_recomputed_from_exact_inputs() -> None
 
     assert not torch.equal(gradient(training=True, checkpointed=True), exact)
     assert torch.equal(gradient(training=False, checkpointed=True), exact)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("level", ["keep", SMALL], ids=["exact", "int8"])
+def test_a_trace_is_of_what_a_checkpoint_runs(level: Any) -> None:
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()), torch.randn(4, 8)
+    expected = net(x)
+    vramx.checkpoint_modules(net, lambda module: module is net, level=level)
+    traced = torch.jit.trace(net, x)
+    assert torch.equal(traced(x), expected)
+    assert str(traced.inlined_graph).count("aten::") == 3

@@ -17,6 +17,8 @@ from checkpoint_tools import LEVELS, SMALL, WIDTH, check_near, quiet, seeds
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module as of_every_module
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -108,6 +110,54 @@ def test_hooks_note_and_draw_once_a_call(make: Callable[[], tuple[Hook, Any]]) -
         return noted
 
     check_is_as_without(hook_parts, contextlib.nullcontext)
+
+
+def noting_and_scaling() -> Iterator[list[float]]:
+    """Scale what each module gives, by how many have run, and note it."""
+    noted: list[float] = []
+
+    def before(_: Any, args: Any) -> None:
+        noted.append(float(args[0].detach().norm()))
+
+    def scale(_: Any, __: Any, kwargs: Any, y: Tensor) -> Tensor:
+        noted.append(len(kwargs))
+        return y * (1 + len(noted) / 100)
+
+    hooks = [
+        of_every_module.register_module_forward_pre_hook(before),
+        of_every_module.register_module_forward_hook(scale, with_kwargs=True),
+    ]
+    yield noted
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("when", ["before backward", "after it", "in it"])
+@LEVELS
+def test_hooks_of_every_module_note_and_compute_once_a_call(when: str, level: Any) -> None:
+    def step(level: Any) -> tuple[list[Tensor], list[float]]:
+        torch.manual_seed(0)
+        net = nn.Sequential(Heads(), Heads())
+        if level is not None:
+            vramx.checkpoint_modules(net, Heads, level=level)
+        with contextlib.contextmanager(noting_and_scaling)() as noted:
+            y = net(torch.linspace(-2, 2, 32 * WIDTH).view(32, WIDTH))
+            if when == "after it":
+                y.square().mean().backward()
+        with contextlib.contextmanager(noting_and_scaling)() as others:
+            if when == "in it":
+                y.square().mean().backward()
+            assert not others
+        if when == "before backward":
+            y.square().mean().backward()
+        assert not of_every_module._global_forward_hooks
+        assert not of_every_module._global_forward_pre_hooks
+        return [p.grad for p in net.parameters()], noted
+
+    expected, noted = step(None)
+    found, again = step(level)
+    assert again == noted
+    check_near(found, expected, level)
 
 
 def test_hooks_stay_where_and_what_they_are() -> None:
@@ -202,6 +252,33 @@ def test_a_recomputation_has_the_default_dtype_of_its_call(level: Any) -> None:
     y.sum().backward()
     assert torch.get_default_dtype() == torch.float32
     check_near([x.grad], [2 * x.detach()], level)
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return (weight.triu() + weight.triu(1).T).exp() / WIDTH
+
+
+@LEVELS
+def test_a_recomputation_has_the_weights_that_were_cached_for_its_call(level: Any) -> None:
+    def gradients(level: Any, around: Callable[[], Any] = contextlib.nullcontext) -> list[Tensor]:
+        torch.manual_seed(0)
+        part = Heads()
+        parametrize.register_parametrization(part.up, "weight", Symmetric())
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), part, part)
+        if level is not None:
+            vramx.checkpoint_modules(net, Heads, level=level)
+        with parametrize.cached():
+            y = net(torch.linspace(-2, 2, 32 * WIDTH).view(32, WIDTH))
+        with around():
+            y.square().mean().backward()
+            assert bool(parametrize._cache_enabled) == (around is parametrize.cached)
+            assert not parametrize._cache
+        return [p.grad for p in net.parameters()]
+
+    expected = gradients(None)
+    check_near(gradients(level), expected, level)
+    check_near(gradients(level, parametrize.cached), expected, level)
 
 
 class Failing(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import itertools
@@ -17,6 +18,7 @@ from checkpoint_tools import LEVELS, WIDTH, activation, quiet, seeds
 from torch import Tensor, nn
 
 import vramx
+from vramx import errors
 from vramx.errors import VramxWarning
 
 __all__ = ["quiet", "seeds"]
@@ -52,6 +54,74 @@ class Loader:
 
     def __getstate__(self) -> Any:
         raise NotImplementedError
+
+
+# -- Switches -------------------------------------------------------------------------------------
+
+MODE, COUNTS, TABLE = "sine", {"calls": 0}, {"by": 1.0, "others": [1]}
+
+
+class Options:
+    factor = 1.0
+
+
+def by_mode(x: Tensor) -> Tensor:
+    COUNTS["calls"] += 1
+    return x.sin() if MODE == "sine" else x.cos()
+
+
+class Switched(nn.Module):
+    shift = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(by_mode(x)) + self.shift
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * Options.factor * TABLE["by"]
+
+
+SET: dict[str, tuple[Any, str, Any]] = {
+    "a global of a helper": (None, "MODE", "cosine"),
+    "a class": (Options, "factor", 2.0),
+    "a module's own class": (Switched, "shift", 1.0),
+    "an entry": (TABLE, "by", 2.0),
+    "what the call counts": (COUNTS, "calls", 7),
+    "nothing that it reads": (Options, "other", 1.0),
+}
+
+
+@contextlib.contextmanager
+def switched(name: str) -> Iterator[None]:
+    """Set a switch meanwhile."""
+    place, key, value = SET[name]
+    names = globals() if place is None else place
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(names, dict):
+            patch.setitem(names, key, value)
+        else:
+            patch.setattr(names, key, value, raising=False)
+        yield
+
+
+@pytest.mark.parametrize("until", ["forward is over", "backward is over"])
+@pytest.mark.parametrize("name", SET)
+def test_a_switch_that_changes_before_backward_is_told_of(
+    name: str, until: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_said", set())
+    net = nn.Sequential(Switched(), Switched())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with switched(name):
+            y = CHECKPOINT(net, activation())
+            if until == "backward is over":
+                y.sum().backward()
+        if until == "forward is over":
+            y.sum().backward()
+    told = [str(each.message) for each in seen if each.category is VramxWarning]
+    reads = name not in ("what the call counts", "nothing that it reads")
+    assert len(told) == (reads and until == "forward is over"), told
+    assert all(f"{SET[name][1]}" in each or "TABLE" in each for each in told)
 
 
 # Iterators without copies, of which no one else can be had.

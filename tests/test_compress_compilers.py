@@ -172,6 +172,15 @@ def test_a_context_within_a_compiled_function_works_with_a_graph_break() -> None
     assert relative_error(found, 2 - 2 * x.detach().tanh().square()) < 0.05
 
 
+def test_a_trace_within_a_context_has_nothing_of_ours() -> None:
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(4, 8)
+    with warnings.catch_warnings(), vramx.compress(min_bytes=0):
+        warnings.simplefilter("ignore")  # the tracer is deprecated in newer releases
+        traced = torch.jit.trace(module, x)
+    assert torch.allclose(traced(x), module(x))
+    assert str(traced.inlined_graph).count("aten::") == 2
+
+
 def test_tracing_and_exporting_pass_through() -> None:
     module = vramx.compressed_activations(Block(), min_bytes=0)
     x = torch.randn(2, 8, 64)

@@ -70,6 +70,11 @@ PAIRS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
     "both factors": (lambda x: x * x, lambda x: x * (x + 1)),
     "an exponential": (lambda x: x * (2 * x.sin()), lambda x: x * (2 * x.exp())),
     "a logarithm": (lambda x: x * (1 - x.sin()), lambda x: x * (1 - x.log_softmax(-1))),
+    "a logarithm itself": (lambda x: x.exp() * (x + 1), lambda x: x.log() * (x + 1)),
+    "scores less their logsumexp": (
+        lambda x: (x - x.mean(1, True)) * 2 * x,
+        lambda x: (x - x.logsumexp(1, True)) * 2 * x,
+    ),
     "a product with an exponential": (lambda x: x @ (2 * x.sin()).T, lambda x: x @ (2 * x.exp()).T),
     "a reciprocal": (lambda x: x * (1 / x.mean(1, True)), lambda x: x * (1 / x.mean(0))),
     "a parameter's view": (lambda x: x @ (x.T + 1), lambda x: x @ WEIGHT[:, :8]),

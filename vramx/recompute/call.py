@@ -103,10 +103,10 @@ def checkpoint(
         The same where the region gives a function of an input's elements, such as its gelu.
     Sync: never waits for the device.
 
-    Within a transform of torch.func, and under forward differentiation, the function runs as it is,
-    and nothing is recomputed. Within another checkpoint, under torch.no_grad(), and where
-    torch.compile traces the call, this is torch's checkpoint: nothing is kept here, or the compiler
-    decides about it.
+    Within a transform of torch.func, under forward differentiation, and where torch.jit.trace
+    records the call, the function runs as it is, and nothing is recomputed. Within another
+    checkpoint, under torch.no_grad(), and where torch.compile traces the call, this is torch's
+    checkpoint: nothing is kept here, or the compiler decides about it.
 
     Example:
         >>> import torch, vramx
@@ -160,7 +160,11 @@ def run(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> Any:
     # While it traces, dynamo must meet torch's own function first: that one it knows.
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and torch._C._get_tracing_state() is not None:
+        # A trace has no region, and would have what packs its inputs.
+        return function(*args, **kwargs)
+    if is_compiling or not torch.is_grad_enabled():
         return _torch_checkpoint(function, args, kwargs, settings.torch_options)
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         # torch's checkpoint knows no transforms: it refuses, or recomputes another function.

@@ -9,9 +9,10 @@ as roots (see roots.py), which serve small elements better.
 
 An input whose elements a softmax takes, alone or as terms, is kept exactly: an exponential makes a
 factor of an error, and scores that a mask has been put on, as one block of attention gives them to
-the next, have elements beside which all others are nothing, or that are infinite. So are queries
-and keys, of which scores are products, in a fused attention or one that is written out: where it is
-sharp, their errors are many times the scores'. Behind a layer they are not elements of an input.
+the next, have elements beside which all others are nothing, or that are infinite. A norm between
+both leaves multiples of the elements. So are queries and keys, of which scores are products, in a
+fused attention or one that is written out: where it is sharp, their errors are many times the
+scores'. Behind a layer they are not elements of an input.
 
 So are inputs of whose elements, or their multiples, sine and cosine are taken, as where positions
 are encoded: an error is to be small beside a turn, not beside the largest of a group.
@@ -146,14 +147,21 @@ class Elements:
             self.attend(args, {})
         elif name in _PHASES:
             self.exact |= self._of(args[0]).turning
-        elif name in _SUMS:
-            of = self._of(args[0])
-            if of.of_two or of.turning:
-                self._functions[result] = _Elements(of_two=of.of_two, turning=of.turning)
+        elif name in _SUMS or name in NORMS:
+            self._reduce(self._of(args[0]), result, is_norm=name in NORMS)
         elif name in _CONTRACTIONS:
             self._contract(args[_CONTRACTIONS[name] :], result)
         elif name in _BENDING or name in _PRODUCTS or name in SAME or name in _TERMS:
             self._follow(name, args, result)
+
+    def _reduce(self, of: _Elements, result: Any, *, is_norm: bool) -> None:
+        """Follow a sum, which has differences and phases; and a norm, which multiplies elements."""
+        if is_norm:
+            now, result = _Elements(terms=of.terms, turning=of.turning), result[0]
+        else:
+            now = _Elements(of_two=of.of_two, turning=of.turning)
+        if now != _NONE:
+            self._functions[result] = now
 
     def attend(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Look at a fused attention; where torch runs it as products, these do not tell of it."""

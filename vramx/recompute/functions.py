@@ -168,6 +168,11 @@ class Variables:
         ]
 
     @property
+    def functions(self) -> list[FunctionType]:
+        """The functions whose globals are those of then in a recomputation."""
+        return [each.function for each in self._taken.values()]
+
+    @property
     def objects(self) -> list[Any]:
         """What the functions are bound to, close over and were given, and what is called.
 

@@ -3,8 +3,9 @@
 A hook that keeps outputs in a list, counts, or adds noise would do so once more, with what it finds
 then. So it is called as functions.py has it, with copies of the containers that it closes over or
 names, and what it is bound to is an owner of attributes, as a module is. Hooks of torch, such as
-those of a sharding library, are called as they are. Which hooks there are is members.py's. A call
-costs a look at each module of the region.
+those of a sharding library, are called as they are. Which hooks modules have is members.py's; those
+that torch calls for every module are the ones that there were. A call costs a look at each module
+of the region.
 """
 
 from __future__ import annotations
@@ -16,11 +17,22 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as of_every_module
 
 from vramx.recompute.attributes import attributes_as_now
 from vramx.recompute.functions import variables_as_now
 
 _OTHERS = ("torch", "vramx", "builtins")
+# For every module: hooks, and how they are called, by the number of the hook.
+_EVERY: tuple[dict[int, Any], ...] = (
+    of_every_module._global_forward_hooks,
+    of_every_module._global_forward_pre_hooks,
+)
+_HOW: tuple[dict[int, bool], ...] = (
+    of_every_module._global_forward_hooks_with_kwargs,
+    of_every_module._global_forward_hooks_always_called,
+)
+_NONE: tuple[dict[int, Any], ...] = tuple({} for _ in (*_EVERY, *_HOW))
 
 
 class Hooks:
@@ -34,6 +46,10 @@ class Hooks:
             for key, hook in own.items()
             if is_of_program(hook)
         ]
+        self._of_every = of_every = _hooks_of_every_module()
+        if of_every is not _NONE:
+            of_places = zip(_EVERY, of_every, strict=False)
+            self._places += [(own, *each) for own, then in of_places for each in then.items()]
         self.functions = list({id(hook): hook for _, _, hook in self._places}.values())
 
     @property
@@ -46,6 +62,24 @@ class Hooks:
     @contextlib.contextmanager
     def replaced(self, again: Callable[[Any], Any]) -> Iterator[None]:
         """Have each hook in the form that `again` gives it meanwhile."""
+        with self._of_every_module_restored(), self._of_modules_replaced(again):
+            yield
+
+    @contextlib.contextmanager
+    def _of_every_module_restored(self) -> Iterator[None]:
+        """Have the hooks of every module those of then meanwhile, but for torch's."""
+        then, now = self._of_every, _hooks_of_every_module()
+        changed = list(zip((*_EVERY, *_HOW), then, now, strict=True)) if then != now else []
+        for own, before, after in changed:
+            _exchange(own, after, before)
+        try:
+            yield
+        finally:
+            for own, before, after in changed:
+                _exchange(own, before, after)
+
+    @contextlib.contextmanager
+    def _of_modules_replaced(self, again: Callable[[Any], Any]) -> Iterator[None]:
         made = [(own, key, hook, again(hook)) for own, key, hook in self._places]
         changed = [each for each in made if each[2] is not each[3]]
         for own, key, hook, other in changed:
@@ -57,6 +91,22 @@ class Hooks:
             for own, key, hook, other in changed:
                 if own.get(key) is other:
                     own[key] = hook
+
+
+def _hooks_of_every_module() -> tuple[dict[int, Any], ...]:
+    """Return the program's hooks that torch calls for every module, and how it calls them."""
+    if not any(_EVERY):
+        return _NONE
+    hooks = [{key: hook for key, hook in own.items() if is_of_program(hook)} for own in _EVERY]
+    how = [{key: own[key] for key in own if any(key in each for each in hooks)} for own in _HOW]
+    return (*hooks, *how)
+
+
+def _exchange(own: dict[int, Any], out: dict[int, Any], put: dict[int, Any]) -> None:
+    """Put others in the place of some hooks, in the order of their numbers."""
+    rest = {key: value for key, value in own.items() if key not in out}
+    own.clear()
+    own.update(sorted({**rest, **put}.items()))
 
 
 def _below(hook: Any) -> Any:

@@ -5,7 +5,9 @@ dtype, sdpa_kernel() around the forward pass: backward, which is outside of it, 
 another function, or save other tensors. A recomputation is under the same, and under what is
 entered by then. Not restored are the dispatcher's modes of torch's own, which look on: a counter
 has counted the region. Random numbers, autocast and grad mode are torch's checkpoint's. Switches
-belong to the process, and are only set where they differ. A microsecond or two a call.
+belong to the process, and are only set where they differ. So are the weights that
+parametrize.cached() has for the second module that reads them: computed again in that one's place,
+a recomputation would save other tensors. A microsecond or two a call.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import overrides
+from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch as dispatch
 
+_PARAMETRIZE: Any = parametrize
 # How a switch is read, and set.
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -51,6 +55,7 @@ class Modes:
         self._dispatchers = _dispatch_modes()
         self._values = [read() for read, _ in _SWITCHES]
         self._variables = contextvars.copy_context()
+        self._cached = _cached_weights()
         self.settle()
 
     def settle(self) -> None:
@@ -70,6 +75,8 @@ class Modes:
                     write(then)
                     stack.callback(write, now)
             variables = contextvars.copy_context()
+            if self._cached is not None or _PARAMETRIZE._cache_enabled:
+                stack.enter_context(_caching(self._cached))
             for variable, value in self._variables.items():
                 if variable not in variables or variables[variable] is not value:
                     stack.callback(variable.reset, variable.set(value))
@@ -84,6 +91,22 @@ class Modes:
                     dispatch._push_mode(mode)
                     stack.callback(dispatch._pop_mode)
             yield
+
+
+def _cached_weights() -> dict[Any, Any] | None:
+    """Return the weights that were computed so far under parametrize.cached(); None: not under."""
+    return dict(_PARAMETRIZE._cache) if _PARAMETRIZE._cache_enabled else None
+
+
+@contextlib.contextmanager
+def _caching(weights: dict[Any, Any] | None) -> Iterator[None]:
+    """Be under parametrize.cached() with some weights meanwhile; None: not under it."""
+    outer = _PARAMETRIZE._cache, _PARAMETRIZE._cache_enabled
+    _PARAMETRIZE._cache, _PARAMETRIZE._cache_enabled = dict(weights or {}), int(weights is not None)
+    try:
+        yield
+    finally:
+        _PARAMETRIZE._cache, _PARAMETRIZE._cache_enabled = outer
 
 
 def _function_modes() -> list[Any]:

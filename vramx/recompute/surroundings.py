@@ -2,8 +2,9 @@
 
 Each file beside this one has a part of it: variables of the function, what modules are made of
 (members.py), their buffers and attributes, and generators of random numbers. What helpers in a file
-and classes change there is not restored: it is every thread's, and two that recompute at once would
-leave each other's. Belongs to one run of one region, and to those that recompute it.
+and classes have there is not restored: it is every thread's, and two that recompute at once would
+leave each other's. A switch among it that has changed is told of (switches.py). Belongs to one run
+of one region, and to those that recompute it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from vramx.recompute.members import Members
 from vramx.recompute.modes import Modes
 from vramx.recompute.noted import Noted, kind_of
 from vramx.recompute.shared import Shared
+from vramx.recompute.switches import Switches
 
 
 class Surroundings:
@@ -57,6 +59,7 @@ class Surroundings:
         self.are_new = self.buffers.are_new or self._attributes.are_to_be_watched
         self._members = Members(modules, leaves)
         self._modes = Modes()
+        self._switches = Switches(modules, self._variables.functions)
         self._reads_all = _is_of_a_module(function)
         self._generators: list[Generators] = []
         if draws_again:
@@ -66,6 +69,7 @@ class Surroundings:
     def settle(self) -> None:
         """Note what the first run changed."""
         self._modes.settle()
+        self._switches.settle()
         self._variables.settle()
         memory = self.buffers.memory
         self.buffers.settle()
@@ -83,6 +87,7 @@ class Surroundings:
         """
         pairs = (*self._attributes.pairs, *self._variables.pairs)
         copier = self._shared.copier(arguments, pairs)
+        self._switches.check()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._modes.restored())
             stack.enter_context(self._members.restored())

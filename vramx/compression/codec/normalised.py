@@ -175,7 +175,9 @@ class Waiting:
         self.later: list[Tensor] = []
 
     def end(self, operation: Operation) -> None:
-        """Pack the input, now that the call has ended."""
+        """Pack the input, now that the call has ended; a trace would have what packs it."""
+        if torch._C._get_tracing_state() is not None:
+            return
         numbers = [each for each in self.later if each.is_floating_point()]
         self.statistics = _statistics(self._tensor, operation, numbers)
         self.pending.held = self._pack(operation)
