@@ -41,10 +41,11 @@ def globals_of(function: Any) -> dict[str, Any]:
     if not isinstance(function, FunctionType):
         return {}
     known = function.__globals__
-    return {name: known[name] for name in _names_in(function.__code__) if name in known}
+    return {name: known[name] for name in names_in(function.__code__) if name in known}
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_in(code: CodeType) -> tuple[str, ...]:
+def names_in(code: CodeType) -> tuple[str, ...]:
+    """Return the names of globals and of attributes in a code, and in those within it."""
     within = (each for each in code.co_consts if isinstance(each, CodeType))
-    return tuple(dict.fromkeys([*code.co_names, *(n for each in within for n in _names_in(each))]))
+    return tuple(dict.fromkeys([*code.co_names, *(n for each in within for n in names_in(each))]))

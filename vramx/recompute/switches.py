@@ -13,23 +13,21 @@ call costs a look at the class of each module, and at each value.
 
 from __future__ import annotations
 
-import dis
 import enum
-import functools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from vramx.errors import brief, warn_once
+from vramx.patch.references import globals_of, names_in, parts_of
 
 _VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 _OTHERS = frozenset({"torch", "vramx", "numpy", "builtins"}) | sys.stdlib_module_names
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _MOST_FUNCTIONS = 16  # of a class: a millisecond or two
 _MOST_ENTRIES = 16
 
@@ -46,15 +44,8 @@ class _Switch(NamedTuple):
         place = self.place()
         return id(getattr(place, "__globals__", place)), self.name
 
-    @property
-    def names(self) -> Mapping[str, Any]:
-        place = self.place()
-        if isinstance(place, FunctionType):
-            return place.__globals__
-        return {} if place is None else vars(place)
-
     def value(self) -> Any:
-        value = self.names.get(self.name)
+        value = _names_of(self.place()).get(self.name)
         if type(value) is dict and len(value) <= _MOST_ENTRIES:
             return {key: each for key, each in value.items() if isinstance(each, _VALUES)}
         return value if isinstance(value, _VALUES) else type(value)
@@ -74,13 +65,13 @@ _known: weakref.WeakKeyDictionary[type, dict[tuple[int, str], _Switch]] = (
 class Switches:
     """The values that code of modules reads, but for globals of the functions in `restored`."""
 
-    def __init__(self, modules: Iterable[nn.Module], restored: Iterable[Any]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], restored: Iterable[FunctionType]) -> None:
         found: dict[tuple[int, str], _Switch] = {}
         for cls in {type(module) for module in modules}:
             if switches := _switches_of(cls):
                 found.update(switches)
         if found:
-            own = {(id(each.__globals__), name) for each in restored for name in _globals_of(each)}
+            own = {(id(each.__globals__), name) for each in restored for name in globals_of(each)}
             found = {key: switch for key, switch in found.items() if key not in own}
         self._then = [(switch, switch.value()) for switch in found.values()]
 
@@ -116,64 +107,36 @@ def _find(cls: type) -> Iterator[_Switch]:
     met: set[Any] = set()
     while waiting and len(met) < _MOST_FUNCTIONS:
         function = waiting.pop(0)
-        if type(function) is not FunctionType or function in met or _is_others(function.__module__):
+        if type(function) is not FunctionType or function in met or _is_others(function):
             continue
         met.add(function)
-        waiting += [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
-        for switch in _read(function, cls):
-            value = switch.names[switch.name]
-            if type(value) is FunctionType:
-                waiting.append(value)
-            elif type(value) is dict or isinstance(value, _VALUES):
-                yield switch
+        waiting += parts_of(function)
+        names = names_in(function.__code__)
+        for place in (function, *_holders(cls), *_holders(*globals_of(function).values())):
+            known = _names_of(place)
+            for name in names:
+                value = known.get(name, place)
+                if type(value) is FunctionType:
+                    waiting.append(value)
+                elif type(value) is dict or isinstance(value, _VALUES):
+                    yield _Switch(weakref.ref(place), name)
 
 
-def _read(function: FunctionType, cls: type) -> Iterator[_Switch]:
-    """Give what a function reads by name: values, and functions that it may call."""
-    known = function.__globals__
-    for name, attribute in _names_in(function.__code__):
-        holder: Any = cls
-        if name:
-            holder = known.get(name)
-            if name in known:
-                yield _Switch(weakref.ref(function), name)
-        if type(holder) is ModuleType and not _is_others(holder.__name__):
-            if attribute in vars(holder):
-                yield _Switch(weakref.ref(holder), attribute)
-        elif isinstance(holder, type) and not issubclass(holder, enum.Enum):
-            owner = next((each for each in holder.__mro__ if attribute in vars(each)), None)
-            if owner is not None and not _is_others(owner.__module__):
-                yield _Switch(weakref.ref(owner), attribute)
+def _holders(*values: Any) -> Iterator[Any]:
+    """Give the files among some values, and the classes that have the attributes of others."""
+    for value in values:
+        if isinstance(value, type) and not issubclass(value, enum.Enum):
+            yield from (each for each in value.__mro__ if not _is_others(each))
+        elif type(value) is ModuleType and not _is_others(value):
+            yield value
 
 
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: CodeType) -> tuple[tuple[str, str], ...]:
-    """Return the globals that a code reads, each with the attribute that is read of it; attributes
-    of other things are with an empty name."""
-    found, before = [], ""
-    for each in dis.get_instructions(code):
-        if each.opname in _ATTRIBUTES:
-            found.append((before, each.argval))
-        elif each.opname == "LOAD_GLOBAL":
-            found.append((each.argval, ""))
-        before = each.argval if each.opname == "LOAD_GLOBAL" else ""
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            found += _names_in(inner)
-    return tuple(dict.fromkeys(found))
+def _names_of(place: Any) -> Mapping[str, Any]:
+    if isinstance(place, FunctionType):
+        return place.__globals__
+    return {} if place is None else vars(place)
 
 
-def _globals_of(function: Any) -> Iterator[str]:
-    return (name for name, _ in _names_in(function.__code__) if name)
-
-
-def _is_others(name: Any) -> bool:
+def _is_others(place: Any) -> bool:
+    name = place.__name__ if type(place) is ModuleType else place.__module__
     return str(name).partition(".")[0] in _OTHERS
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - it raises where the variable has no value yet
-    except ValueError:
-        return False
-    return True
