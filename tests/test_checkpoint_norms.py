@@ -216,6 +216,23 @@ def test_a_mean_or_a_norm_of_a_single_number_is_recomputed(norm: Any) -> None:
     torch.testing.assert_close(leaf.grad, expected, rtol=0.02, atol=0)
 
 
+@pytest.mark.parametrize("width", [16, 24, 48])
+def test_short_rows_beside_much_larger_ones_are_as_exact(width: int, monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    head, x = nn.Linear(width, 8), torch.randn(16, 16, width)
+    x[:, 1::2] *= 300  # as what stands for padding
+
+    def gradient(region: Any) -> Tensors:
+        y = region(x.clone().requires_grad_() * 1)[:, ::2]
+        return torch.autograd.grad(y.square().sum(), [head.weight])
+
+    found = [worst(gradient(lambda x: vramx.checkpoint(head, x, level=SMALL)), gradient(head))]
+    leave_out(monkeypatch, (inputs, "of_rows"))
+    found.append(worst(gradient(lambda x: vramx.checkpoint(head, x, level=SMALL)), gradient(head)))
+    assert found[0] >= COSINE
+    assert found[1] < 0.9
+
+
 def test_a_norm_goes_before_a_mean() -> None:
     norm, x = nn.LayerNorm(128), uneven("layer", 1e3, 0)
     x = torch.cat([x, x[..., :32]], -1)
@@ -252,7 +269,10 @@ def test_a_fused_block_has_small_rows_as_exactly_as_large_ones(
     ("shape", "dims"),
     [
         ((4, 17, 96), (2,)),
-        ((4, 9, 3, 24), (2, 3)),  # 24 elements are too few to have statistics of their own
+        ((4, 9, 3, 24), (2, 3)),  # of an image, in which 24 elements are too few for statistics
+        ((4, 9, 24), (2,)),
+        ((9, 16), (1,)),
+        ((4, 9, 12), (1, 2)),
         ((4, 17, 128), None),  # groups have parts of one row alone
         ((4, 8, 16, 16), None),
         ((5, 3), None),  # one row

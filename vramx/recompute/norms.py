@@ -40,7 +40,9 @@ _LENGTH = "aten::linalg_vector_norm"  # a root of such a sum
 _COPIES = frozenset({"aten::clone", "aten::_to_copy"})
 _POWERS = frozenset({"aten::square", "aten::pow", "aten::mul"})
 _GROUPS_AT = 6  # the position of their number among the arguments
-_ROW = 64  # elements, beside which 8 bytes of statistics are an eighth
+# Elements of a row that has statistics: 8 bytes of them are half a byte for each, and an eighth in
+# images, whose rows are pixels side by side.
+_ROW, _ROW_OF_IMAGE = 16, 64
 _MEAN = 16  # that a mean which is written out is of: half a byte for each is worth it
 _SMALLEST = 1e-30  # variance of equal numbers
 
@@ -66,7 +68,7 @@ class Norm(NamedTuple):
 def of_rows(tensor: Tensor, group_size: int) -> Norm | None:
     """Return a norm of each row of a tensor; None: groups have parts of one row alone.
 
-    A row is what lies together in memory along the last dimensions, of _ROW elements at least.
+    A row is what lies together in memory along the last dimensions, of so many elements at least.
 
     Example:
         >>> of_rows(torch.zeros(4, 17, 96), 128).dims
@@ -75,9 +77,9 @@ def of_rows(tensor: Tensor, group_size: int) -> Norm | None:
         True
     """
     size, stride = tuple(tensor.shape), tensor.stride()
-    dims, length = [], 1
+    dims, length, least = [], 1, _ROW if len(size) <= 3 else _ROW_OF_IMAGE
     for dim in sorted(range(len(size)), key=lambda d: stride[d]):
-        if length >= _ROW:
+        if length >= least:
             break
         dims.append(dim)
         length *= size[dim]
