@@ -214,6 +214,10 @@ def test_what_was_not_measured_is_missed() -> None:
     missing = ["predicted_off", "predicted_allocated_off"]
     assert missed("seeing predict", {(PREDICT, "held_bytes"): [1.0]}) == missing
     assert missed("seeing confirm", {}) == ["kinds_confirmed"]
+    kind = {("confirm limit", "remedies"): [1.0], ("confirm limit", "first_off"): [0.0]}
+    for asked, is_met in ((1, True), (2, False), (11, False)):  # the others have failed
+        figures = {**kind, ("confirm", "kinds_asked"): [float(asked)]}
+        assert missed("seeing confirm", figures) == ["kinds_confirmed"] * (not is_met)
     rest = {key: v for key, v in GOOD["fused"].items() if not key[0].startswith("llama liger")}
     cases = [case for case, _, _, is_met in goals("fused", rest) if not is_met]
     assert cases == ["llama int8", "llama recompute_mlp", "llama recompute_all"]
