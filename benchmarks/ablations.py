@@ -22,6 +22,7 @@ from vramx.memory import load_trace
 from vramx.memory.replay import load_core, open_replay
 
 DESCRIPTION = "recorded programs without each placement rule of the core in turn"
+SHARES = "everything"
 
 BUILDS = ROOT / "build" / "ablations"
 AS_IT_IS, WITHOUT = "as it is", "without "

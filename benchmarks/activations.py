@@ -31,6 +31,7 @@ from benchmarks.programs._cases import (
 from benchmarks.programs._launch import Started
 
 DESCRIPTION = "activation compression on models of other libraries: memory, time, accuracy (GPU)"
+SHARES = "preparation"
 
 MODELS = ("llama", "gpt2", "bert", "vit", "plainvit", "cnn", "unet3d", "gnn")
 TRAININGS = tuple(f"{model}_training" for model in MODELS)

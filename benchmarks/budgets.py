@@ -18,6 +18,7 @@ from benchmarks.programs._cases import Cases, Figures, Findings, Goal, Sheet, ca
 from vramx.sizes import format_gib
 
 DESCRIPTION = "vramx.plan in training loops: 30 budgets of six models, and plans made by hand (GPU)"
+SHARES = "preparation"
 
 CASES = ("llama", "gpt2", "llama_lora", "experts", "resnet", "bert")
 PROCESSES = Cases("_budgets.py", CASES, quick=("llama",), limit_s=400.0)

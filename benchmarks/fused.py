@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DESCRIPTION = "swapped blocks against Liger, checkpoints and torch.compile: memory, time (GPU)"
+SHARES = "preparation"
 
 CASES = ("llama", "lora", "lora_undropped", "qlora", "gpt2", "vit", "convnext", "cnn")
 PROCESSES = Cases("_fused.py", CASES, quick=("llama",), limit_s=300.0)

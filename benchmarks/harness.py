@@ -4,6 +4,10 @@ A benchmark is a module of this package with
     DESCRIPTION: str
     cases(options) -> list[str]                   names of what is measured, one process each
     measure(case, options) -> list[Measurement]   called in that process
+and, where it may run beside others in a quick run of all, what it shares with them,
+    SHARES = "everything"           no figure is a time, or what the whole GPU has in use
+    SHARES = "preparation"          it measures in turns (programs/_cases.py), which the GPU sets
+                                    the pace of: others may import or plan meanwhile
 A case that raises, crashes or hangs is a row with the reason in `status`, never a missing row. A
 row says on what it was measured, and names no host, user or folder, so that files can be published.
 Starting a case costs about 0.1 s; nothing is measured in the harness's own process.
@@ -35,6 +39,7 @@ from benchmarks.machine import Machine, describe_machine
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 CASE_LIMIT_S = 900.0
+AT_ONCE = 3  # benchmarks that share their preparation: one measures
 _NOT_BENCHMARKS = {"__init__", "harness", "machine", "plot", "record_traces"}
 
 
@@ -119,6 +124,18 @@ def names() -> list[str]:
 def load(name: str) -> ModuleType:
     """Import a benchmark by its name."""
     return importlib.import_module(f"benchmarks.{name}")
+
+
+def rounds(quick: bool) -> list[tuple[list[str], int]]:
+    """Return which benchmarks come after which, and how many of each round run at once.
+
+    A run that is to be quoted has one at a time.
+    """
+    if not quick:
+        return [(names(), 1)]
+    at_once = {"everything": len(names()), "preparation": AT_ONCE, None: 1}
+    shares = {name: getattr(load(name), "SHARES", None) for name in names()}
+    return [([n for n, what in shares.items() if what == each], at_once[each]) for each in at_once]
 
 
 def run(

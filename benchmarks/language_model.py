@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DESCRIPTION = "validation loss of a language model, exact and compressed, paired seeds (GPU)"
+SHARES = "everything"
 
 WAYS = (
     "exact",

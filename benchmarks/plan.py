@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DESCRIPTION = "vramx.plan: peaks within budgets, near their prediction, and their steps' time (GPU)"
+SHARES = "preparation"
 
 CASES = ("llama", "gpt2", "bert", "vit", "cnn")
 PROCESSES = Cases("_plan.py", CASES, quick=("vit",), limit_s=240.0)

@@ -22,6 +22,7 @@ from benchmarks.harness import Measurement, Options, Request, RowWriter, Unavail
 from benchmarks.programs._cases import Figures, Findings, Goal, Sheet, chosen
 
 DESCRIPTION = "gradients of a pretrained model, with outlier channels and key biases too (CPU)"
+SHARES = "everything"
 
 NEEDED = ("all_minilm_l6_v2", "transformers")
 PRETRAINED = "pretrained"

@@ -22,6 +22,7 @@ from vramx.errors import InvalidValueError
 from vramx.sizes import format_gib
 
 DESCRIPTION = "what remedies for a full GPU cost and save: the scripts of examples/recipes (GPU)"
+SHARES = "preparation"
 
 SCRIPTS = ROOT / "examples" / "recipes"
 PAGES = ROOT / "docs" / "recipes"
@@ -47,6 +48,10 @@ UNITS = {
     "trainable_after": "1",
 }
 SHEET = Sheet("recipes", tuple(UNITS)[:5], size=format_gib)
+QUICK = (
+    *("amp/bf16_autocast_int8", "checkpointing/int8_activations", "offload/states_vramx"),
+    "patches_3d/whole_volume_int8",
+)
 LIMIT_S = 120.0
 
 
@@ -61,15 +66,6 @@ def all_cases() -> list[str]:
     return [f"{recipe}/{variant}" for recipe in RECIPES for variant in script(recipe).VARIANTS]
 
 
-def quick_cases() -> list[str]:
-    """Return a variant of each recipe: the first that has something of vramx, if one has."""
-    found = []
-    for recipe in RECIPES:
-        names = list(script(recipe).VARIANTS)
-        found.append(f"{recipe}/{next((n for n in names if 'vramx' in n), names[0])}")
-    return found
-
-
 def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     """Run each requested variant.
 
@@ -77,9 +73,7 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
         UnavailableError: there is no GPU.
         InvalidValueError: an unknown case.
     """
-    processes = Cases(
-        "_recipes.py", tuple(all_cases()), quick=tuple(quick_cases()), limit_s=LIMIT_S
-    )
+    processes = Cases("_recipes.py", tuple(all_cases()), quick=QUICK, limit_s=LIMIT_S)
     job = processes.job(options, request)
     asked = expanded(processes.requested(options, request), processes.names)
     figures, has_failed = measure(

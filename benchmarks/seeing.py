@@ -37,6 +37,7 @@ from benchmarks.programs._cases import (
 from benchmarks.programs._launch import ALLOCATORS, PROGRAMS, Allocator, Job, Started, visible_gpus
 
 DESCRIPTION = "recorded sums, predictions, confirmed remedies and overhead, beside torch's (GPU)"
+SHARES = "preparation"
 
 MODELS = ("llama", "llama_amp", "llama_checkpoint", "llama_int8", "resnet50", "gpt2")
 SUMMED_UNDER = tuple(each for each in ALLOCATORS if each.name != "expandable")

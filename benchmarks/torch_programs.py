@@ -76,7 +76,7 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     programs = chosen(request.only or (QUICK if options.quick else ()))
     gpus = visible_gpus(options.device, request.jobs)
     repeats = request.repeats or (1 if options.quick else REPEATS)
-    lane = Lane(repeats, request.limit_s or LIMIT_S, writer)
+    lane = Lane(repeats, request.limit_s or LIMIT_S, writer, is_quick=options.quick)
     runs = spread(programs, gpus, lane)
     is_good = all(
         _verdicts.is_good(program, [run for run in runs if run.program == program])
@@ -157,12 +157,15 @@ class Lane:
         writer: RowWriter,
         allocators: Sequence[Allocator] = ALLOCATORS,
         launch: Callable[[Job], Started] = _launch.Started,
+        *,
+        is_quick: bool = False,
     ) -> None:
         self._repeats = repeats
         self._limit_s = limit_s
         self._writer = writer
         self._allocators = allocators
         self._launch = launch
+        self._is_quick = is_quick
         self.stop = threading.Event()
 
     def runs(self, programs: Iterable[Program], gpu: str) -> Iterator[Run]:
@@ -188,7 +191,14 @@ class Lane:
 
     def _job(self, planned: Planned, gpu: str) -> Job:
         script = PROGRAMS / f"{planned.program.name}.py"
-        return Job(script, planned.allocator, (), gpu, self._limit_s, has_steps=True)
+        return Job(
+            script,
+            planned.allocator,
+            gpu=gpu,
+            limit_s=self._limit_s,
+            has_steps=True,
+            is_quick=self._is_quick,
+        )
 
     def _turns(self, turns: Iterable[tuple[list[Planned], Together]]) -> Iterator[Run]:
         """Run the processes of one program."""

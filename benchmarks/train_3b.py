@@ -23,6 +23,7 @@ from benchmarks.programs._launch import ALLOCATORS, Started
 from vramx.sizes import GIB, format_gib
 
 DESCRIPTION = "training 3 to 10 billion parameters in 24 and 12 GiB, beside the best without (GPU)"
+SHARES = "preparation"
 
 
 # Blocks that are recomputed, their inputs on the host: by vramx, and by Liger and transformers.

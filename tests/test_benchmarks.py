@@ -8,6 +8,9 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +19,7 @@ import pytest
 from child_processes import python
 
 from benchmarks import core, harness, machine, traces
+from benchmarks.programs import _cases, _launch
 from vramx.cli.main import main
 from vramx.memory.trace import ALLOCATE, FREE_REQUESTED, load_trace
 
@@ -150,6 +154,41 @@ def test_all_benchmarks_end_with_what_the_documentation_says_of_their_figures(st
     [line] = [each.split() for each in told.splitlines() if " good " in f" {each} "]
     assert line[:6] == ["stub", "good", "time", "4", "2", "0.500"]
     assert "size" not in told  # no page shows it
+
+
+def test_a_quick_run_has_each_benchmark_once_and_a_quoted_one_after_the_other() -> None:
+    assert harness.rounds(False) == [(harness.names(), 1)]
+    quick = harness.rounds(True)
+    assert sorted(name for names, _ in quick for name in names) == harness.names()
+    [alone] = [names for names, at_once in quick if at_once == 1]
+    # The host sets their pace: whatever imports beside them is in their figures.
+    assert {"core", "hooks", "soak", "torch_calls", "torch_programs"} <= set(alone)
+
+
+def test_benchmarks_that_prepare_beside_each_other_measure_in_turn(tmp_path: Path) -> None:
+    both, at_once, most = threading.Barrier(2), [], []
+
+    class Process:
+        def wait_until_ready(self, stop: threading.Event) -> None:
+            both.wait(10)  # prepared beside each other, or this ends
+
+        def take_turn(self) -> _launch.Outcome:
+            at_once.append(self)
+            most.append(len(at_once))
+            time.sleep(0.05)
+            at_once.remove(self)
+            return _launch.Outcome("ok", (), 0.0)
+
+        def cancel(self) -> None: ...
+
+    def run(name: str) -> None:
+        path = tmp_path / f"{name}.csv"
+        writer = harness.RowWriter(name, f"vramx bench {name}", path, lambda row: None)
+        _cases.measure([name], lambda case: Process(), writer)  # type: ignore[arg-type,return-value]
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, ("one", "other")))
+    assert most == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from vramx.planning.meters import meter_of
 from vramx.planning.states import tensors_of
 from vramx.planning.words import apply_words, chosen_words, words_for
 
-BUDGETS = sized(5, 2, quick=2)
+BUDGETS, COMPARED = sized((5, 5), (2, 2), quick=(2, 1))  # and how many beside plans by hand
 STEPS = sized(3, 2)  # of a loop whose peak is taken
 # Of each that is near the plan: so many turns of so many steps; and so many of the last two.
 TURNS, LAST_TURNS, TIMED = sized((3, 7, 3), (1, 1, 1), quick=(1, 2, 1))
@@ -79,7 +79,7 @@ def main(case: str) -> None:
     for number, plan in enumerate(plans, 1):
         report_peak(f"{case} budget {number}", plan, training)
     hands = Hands(training)
-    for number, plan in enumerate(plans, 1):
+    for number, plan in enumerate(plans[:COMPARED], 1):
         compare(f"{case} budget {number}", plan, hands)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+MEASURING = threading.Lock()  # who has the GPU, where benchmarks run beside each other
 Figures = dict[tuple[str, str], list[float]]  # by case ("llama int8") and metric
 # What to show, and whether everything ran and met its goals.
 Findings: TypeAlias = "tuple[list[Table | str], bool]"
@@ -129,8 +131,13 @@ def measure(
     cases: Iterable[str], start: Callable[[str], Started], writer: RowWriter
 ) -> tuple[Figures, bool]:
     """Give each case its turn; return all figures, and whether anything failed."""
+
+    def turn(process: Started) -> Outcome:
+        with MEASURING:
+            return process.take_turn()
+
     started = in_batches(cases, start, threading.Event())
-    return record(((case, process.take_turn()) for case, process in started), writer)
+    return record(((case, turn(process)) for case, process in started), writer)
 
 
 def measure_together(
@@ -140,7 +147,9 @@ def measure_together(
     if not cases:
         return {}, False
     stop = threading.Event()
-    outcomes = at_once(cases, lambda case: _launch.run(job(case), stop), stop)
+    uses_gpu = any(job(case).gpu for case in cases)
+    with MEASURING if uses_gpu else nullcontext():
+        outcomes = at_once(cases, lambda case: _launch.run(job(case), stop), stop)
     return record(zip(cases, outcomes, strict=True), writer)
 
 

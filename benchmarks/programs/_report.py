@@ -53,7 +53,7 @@ class Recorder:
 
     def __init__(self, warmup: int = 4, timed: int = 12, *, deterministic: bool = True) -> None:
         self.warmup = warmup
-        self.steps = sized(warmup + timed, 3)
+        self.steps = sized(warmup + timed, 3, quick=warmup + 3)
         self.random = random.Random()
         self._seed()
         if deterministic:

@@ -11,6 +11,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,13 +89,18 @@ def _run_all(harness: Any, args: argparse.Namespace) -> int:
         rows.append(row)
         _report(row)
 
-    code = 0
-    for name in harness.names():
+    def run_one(name: str) -> int:
         start_s = time.monotonic()
-        code = max(code, _run_one(harness, name, args, report))
+        code = _run_one(harness, name, args, report)
         common.note("bench", f"{name} took {time.monotonic() - start_s:.0f} s")
+        return code
+
+    codes: list[int] = []
+    for together, at_once in harness.rounds(args.quick):
+        with ThreadPoolExecutor(at_once) as pool:
+            codes += pool.map(run_one, together)
     common.print_parts(comparison(rows, claimed))
-    return code
+    return max(codes)
 
 
 def load_harness() -> Any:
