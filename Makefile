@@ -4,7 +4,8 @@
 #
 #   make demo       replay two recorded programs under four allocators, with a picture
 #   make test       every test that needs no GPU and is not long, the build included
-#   make test-long  those that are: endurance, threads under their sanitizer, times of large inputs
+#   make test-long  those that are: endurance, C++ under sanitizers, machine code, trainings, several
+#                   processes, a browser, times of large inputs
 #   make test-models  the tests of the libraries whose models it trains, a release after the other
 #   make test-versions  the tests of hooks and checkpoints with other releases of torch
 #   make test-gpu   every test that needs a GPU; without one they fail

@@ -258,6 +258,7 @@ def test_core_asks_for_every_load_it_names(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(load["operations"] >= 4 * load["live_blocks"] for load in asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["core", "traces"])
 def test_the_real_benchmarks_run(name: str, tmp_path: Path) -> None:
     pytest.importorskip("vramx._core", reason="the compiled core is not built")

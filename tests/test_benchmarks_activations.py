@@ -60,6 +60,7 @@ def test_a_text_counts_in_steps_of_its_own() -> None:
     assert abs(float(wrong) - 0.25 * 63 / 64) < 6 * (0.25 * 0.75 / 1950) ** 0.5
 
 
+@pytest.mark.slow
 def test_a_case_measures_exact_and_compressed_in_one_process() -> None:
     done = _launch.run(Job(PROGRAMS / "_activations.py", ON_CPU, ("unet3d",), limit_s=120.0))
     assert done.status == "ok"

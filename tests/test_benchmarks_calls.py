@@ -108,6 +108,7 @@ def test_a_process_that_fails_keeps_what_it_measured_but_of_another_allocator(
     assert [row["case"] for row in rows(tmp_path)] == ["all vramx 1", *kept]
 
 
+@pytest.mark.slow
 def test_the_replay_compiles_against_the_installed_torch() -> None:
     pytest.importorskip("torch")
     from vramx.allocator import toolchain

@@ -197,6 +197,7 @@ def test_selective_checkpoints_recompute_every_second_product(
     assert products.count == 5 + 5 + again  # forward, backward, recomputed
 
 
+@pytest.mark.slow
 def test_a_budget_keeps_less_than_the_same_model_compiled_without() -> None:
     arena = make_arena()
     free, bound = (_fused_ways.compiled(arena.subject(), budget) for budget in (None, 0.3))

@@ -93,6 +93,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROGRAM_SIZE", "tiny")
 
 
+@pytest.mark.slow
 def test_a_process_trains_all_seeds_and_says_what_was_packed(tiny: None) -> None:
     job = Job(PROGRAMS / "_language_model.py", ON_CPU, ("int8_stochastic",), limit_s=120.0)
     done = _launch.run(job)

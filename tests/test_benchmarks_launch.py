@@ -68,6 +68,7 @@ def test_a_program_that_fails_says_why(
     assert _launch.run(Job(script(text), VRAMX)).status == status
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs_ends_with_its_children(
     script: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_quick_run_has_fewer_cases(writer: RowWriter, launched: list[Any], gro
 # --- the programs ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [k for k in seeing.KINDS if k not in ("pool", "rank")])
 def test_a_kind_needs_more_of_torchs_allocator_and_most_where_that_fails(kind: str) -> None:
     """The programs are predicted, replayed at the limit that is tried, and cut where it fails."""

@@ -36,6 +36,7 @@ def soaked(case: str, leaked_per_round: int = 0) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", soak.cases(QUICK))
 def test_a_short_run_keeps_every_promise(case: str) -> None:
     keeps_every_promise(case)

@@ -59,6 +59,7 @@ recorder.finish(
 """
 
 
+@pytest.mark.slow
 def test_a_program_reports_through_the_recorder(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from benchmarks.programs._report import SEED

@@ -90,6 +90,7 @@ def test_a_program_that_died_before_its_turn_says_why_and_blocks_nobody(
     assert start(PROGRAM).take_turn().status == "ok"
 
 
+@pytest.mark.slow
 def test_a_program_that_never_asks_for_its_turn_ends_with_its_time(
     start: Callable[..., _launch.Started],
 ) -> None:
@@ -244,6 +245,7 @@ def stepping(folder: Path, steps: dict[str, int]) -> list[Outcome]:
     return together.take_turns([None] * len(jobs), threading.Event())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "taken", "status"),
     [
@@ -262,6 +264,7 @@ def test_programs_take_their_steps_in_turn_and_one_that_ends_leaves_the_others_t
     assert [found.status for found in done] == [silent, status, silent]
 
 
+@pytest.mark.slow
 def test_waiting_for_others_counts_as_nobodys_time(tmp_path: Path) -> None:
     text = (
         "import json, os, time\n"

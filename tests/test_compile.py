@@ -135,6 +135,7 @@ def test_noise_is_new_in_every_step_and_the_same_for_a_seed() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 @inlines
 def test_sizes_that_change_compile_once_more_and_no_oftener() -> None:
     model = net()
@@ -144,6 +145,7 @@ def test_sizes_that_change_compile_once_more_and_no_oftener() -> None:
     assert counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 @inlines
 def test_a_size_that_a_tensor_has_twice_may_change() -> None:
     linear = nn.Linear(WIDTH, WIDTH)

@@ -32,7 +32,7 @@ from vramx.compression.config import Compression
 from vramx.kernels.layout import Layout
 
 __all__ = ["fewer_bits", "one_thread", "same_noise"]
-pytestmark = pytest.mark.usefixtures("one_thread", "same_noise")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "same_noise")]
 
 
 @pytest.fixture
@@ -121,9 +121,7 @@ def test_a_language_model_learns(exact_losses: list[float]) -> None:
     assert max(exact_losses) < 2 / 3 * math.log(256)  # what a model has that knows nothing
 
 
-@pytest.mark.parametrize(
-    "rounding", ["stochastic", pytest.param("nearest", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_a_language_model_learns_the_same_at_8_bits(
     text: Text, exact_losses: list[float], rounding: str
 ) -> None:

@@ -85,6 +85,7 @@ def fsdp2(rank: int) -> dict[str, Any]:
     return {"said": said.getvalue()}
 
 
+@pytest.mark.slow
 def test_fsdp2_starts_itself_and_optimises_every_process_alike(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,6 +10,8 @@ from machine_code_tools import MachineCode, compiled, longest_loop, parse
 
 from vramx.kernels import launch
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 THREADS = 128

@@ -1,4 +1,4 @@
-"""The C++ test programs under sanitizers, and the core under random steps without.
+"""The C++ test programs, as users have the core and under sanitizers.
 
 The steps are checked against a shadow, with the objects that users run; `make stress` takes ten
 million.
@@ -32,6 +32,8 @@ OPTIONS = {
 # each other.
 PARTS = ["regressions", "random", "repeats", "threads", "forks"]
 ARGUMENTS = {
+    ("driver_contract", "plain"): ["sim"],
+    ("core_stress", "plain"): ["20000", "1", *PARTS],
     ("driver_contract", "asan"): ["sim"],
     ("driver_contract", "tsan"): ["sim"],
     ("core_stress", "asan"): ["20000", "1", *PARTS],
@@ -57,24 +59,24 @@ def run_program(executable: Path, *arguments: str) -> str:
 
 # The units' only threads meet at the lock, as the stress's do; they would take half a minute.
 LEFT_OUT = ("core_units", "tsan")
-# Compiling everything for a second sanitizer is two fifths of what this file takes.
-LONG = {"asan": [], "tsan": [pytest.mark.slow]}
+# Compiling everything with their checks takes a minute for each.
+LONG = {"plain": [], "asan": [pytest.mark.slow], "tsan": [pytest.mark.slow]}
 
 
 @pytest.mark.parametrize(
-    ("program", "sanitizer"),
+    ("program", "kind"),
     [
-        pytest.param(program, sanitizer, id=f"{program.name}-{sanitizer}", marks=LONG[sanitizer])
+        pytest.param(program, kind, id=f"{program.name}-{kind}", marks=LONG[kind])
         for program in programs()
-        for sanitizer in SANITIZERS
-        if (program.name, sanitizer) != LEFT_OUT
+        for kind in native_build.BUILDS
+        if (program.name, kind) != LEFT_OUT
     ],
 )
-def test_program_passes(program: Program, sanitizer: str) -> None:
-    if not native_build.sanitizer_runs(sanitizer):
-        pytest.skip(f"g++ has no runtime for -fsanitize={SANITIZERS[sanitizer]} here")
-    executable = native_build.build(program, sanitizer)
-    run_program(executable, *ARGUMENTS.get((program.name, sanitizer), []))
+def test_program_passes(program: Program, kind: str) -> None:
+    if kind in SANITIZERS and not native_build.sanitizer_runs(kind):
+        pytest.skip(f"g++ has no runtime for -fsanitize={SANITIZERS[kind]} here")
+    executable = native_build.build(program, kind)
+    run_program(executable, *ARGUMENTS.get((program.name, kind), []))
 
 
 @pytest.mark.gpu
@@ -97,16 +99,13 @@ def test_driver_contract_holds_on_the_gpu() -> None:
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sanitizer", "body"),
     [
         ("asan", "int* p = new int[2]; p[argc + 1] = 1; delete[] p; return 0;"),
         ("asan", "int n = 2147483647; n += argc; return n == 0;"),
-        pytest.param(
-            "tsan",
-            "int n = 0; std::thread t([&] { ++n; }); ++n; t.join(); return 0;",
-            marks=LONG["tsan"],
-        ),
+        ("tsan", "int n = 0; std::thread t([&] { ++n; }); ++n; t.join(); return 0;"),
     ],
     ids=["out-of-bounds write", "signed overflow", "data race"],
 )
@@ -138,7 +137,7 @@ def test_a_planted_defect_is_reported(tmp_path, sanitizer: str, body: str) -> No
 # --- random steps ---------------------------------------------------------------------------------
 
 
-# Forks, and a few of the random steps, are done under the sanitizers above.
+# Forks, and a few of the random steps, are done above.
 STEPS = 1_000_000
 RANDOM = ("random", "repeats", "threads")
 # They have steps of their own. The defects check the checks: shrinking each is a process a try.

@@ -209,6 +209,7 @@ def test_frozen_block_keeps_no_more_than_a_learning_one(dropout: float) -> None:
     assert held[1] <= held[0] + narrow
 
 
+@pytest.mark.slow
 def test_compiled_block_with_adapters_is_one_graph() -> None:
     original = adapted()
     compiled = torch.compile(optimised_copy(original), backend="aot_eager", fullgraph=True)

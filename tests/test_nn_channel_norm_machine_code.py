@@ -10,6 +10,8 @@ from machine_code_tools import MachineCode, compiled
 from vramx.kernels import channel_norm_launch as launch
 from vramx.kernels.channel_norm_launch import Channels
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 THREAD_ELEMENTS = 16

@@ -14,6 +14,8 @@ from machine_code_tools import MachineCode, compiled
 from vramx.kernels import cross_entropy_launch, elementwise_launch, launch, rotary_launch
 from vramx.kernels.layout import Layout
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 

@@ -64,6 +64,7 @@ def _run_sharded(model: Any, own: dict[str, Any], expected: dict[str, Any]) -> A
     return worst, is_made, ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPLICAS)
 def test_replicas_have_the_originals_gradient(name: str, results: list[dict[str, Any]]) -> None:
     for result in results:

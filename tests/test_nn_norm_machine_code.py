@@ -8,6 +8,8 @@ from machine_code_tools import MachineCode, compiled
 from vramx.kernels import norm_backward_launch, norm_launch
 from vramx.kernels.norm_backward_launch import BackwardPlan, Reads
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 # Instructions of the kernel, or of its loop where it has one, an element of the tile. Memory leaves

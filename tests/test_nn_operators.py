@@ -298,6 +298,7 @@ def test_compiled_calls_draw_new_noise(function: Any) -> None:
     assert not torch.equal(*first, *second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in EVERY if not any(w in n for w in OF_FOUR_ROWS)])
 def test_a_graph_serves_rows_of_every_number(name: str) -> None:
     torch.compiler.reset()

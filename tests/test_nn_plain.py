@@ -280,6 +280,7 @@ def test_a_known_family_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(vramx.optimize(nn.Sequential(layer)).swapped) == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_sees_what_changes() -> None:
     model, x = model_of(made(torchs=False)), batch()
     expected = results(model, x)

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import vramx
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 16
 # Names in braces are places; of each, what plain blocks have, and what they do not.
 SOURCE = """
@@ -191,9 +193,7 @@ def _results(model: nn.Module, tokens: int) -> list[Tensor]:
     return [g.detach().nan_to_num(7.0) for g in (y, *found) if g is not None]
 
 
-@pytest.mark.parametrize(
-    "first", [0, 80, *(pytest.param(n, marks=pytest.mark.slow) for n in (160, 240))]
-)
+@pytest.mark.parametrize("first", [0, 80, 160, 240])
 def test_blocks_that_are_read_or_left_compute_the_same(first: int) -> None:
     read, left = 0, 0
     for seed, model in _blocks(range(first, first + 80)):

@@ -127,6 +127,7 @@ def plan_on_a_small_device(rank: int) -> dict[str, Any]:
         return said_of(vramx.plan(model, sample, levels=LEVELS))
 
 
+@pytest.mark.slow
 def test_processes_that_measure_otherwise_have_one_plan(tmp_path: Path) -> None:
     first, second = run_on_two(plan_apart, tmp_path)
     assert first["text"] == second["text"]
@@ -148,6 +149,7 @@ def test_a_replica_is_planned_as_it_is(tmp_path: Path) -> None:
     assert "DDP" not in first["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARDS_ON_HOSTS, reason="this torch's FSDP2 does not average on hosts")
 def test_a_sharded_model_is_planned_as_it_is(tmp_path: Path) -> None:
     first, second = run_on_two(plan_sharded, tmp_path)
@@ -156,6 +158,7 @@ def test_a_sharded_model_is_planned_as_it_is(tmp_path: Path) -> None:
     assert "recompute_all" in first["words"].values()
 
 
+@pytest.mark.slow
 def test_what_does_not_repeat_in_one_process_is_recomputed_in_none(tmp_path: Path) -> None:
     first, second = run_on_two(plan_unsteady, tmp_path)
     assert first["words"] == second["words"] == {"blocks.0": "left", "blocks.1": "left"}
@@ -163,6 +166,7 @@ def test_what_does_not_repeat_in_one_process_is_recomputed_in_none(tmp_path: Pat
     assert "its result differs by" in second["text"]
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_one_process_is_so_in_all(tmp_path: Path) -> None:
     first, second = run_on_two(plan_on_a_small_device, tmp_path)
     assert first["words"] == second["words"]
@@ -228,8 +232,9 @@ def test_processes_agree_on_what_the_smallest_of_them_can_take(tmp_path: Path) -
     assert [each["said"] for each in found] == [expected, expected]
 
 
+@pytest.mark.slow
 # A collective of gloo's ends when its timeout does; where it raises this takes as long as four.
-@pytest.mark.parametrize("quiet", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("quiet", [False, True])
 def test_out_of_memory_in_one_process_does_not_leave_the_other_waiting(
     tmp_path: Path, quiet: bool
 ) -> None:

@@ -16,6 +16,7 @@ from vramx.memory.plot_marks import category_layers
 from vramx.memory.snapshot import Snapshot
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("compiled"),
     pytest.mark.skipif(
         executable() is None, reason="no Chromium on this machine; apt-get install chromium"
