@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import vramx
 from vramx.errors import RecomputationError
-from vramx.recompute.objects import MOST_BYTES
+from vramx.recompute.copies import MOST_BYTES
 
 __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
@@ -89,7 +89,7 @@ def test_what_is_large_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Tensor, "clone", lambda x, **how: copied.append(x.nbytes) or clone(x, **how)
     )
-    for name in ("wholes", "objects"):
+    for name in ("wholes", "copies"):
         monkeypatch.setattr(
             f"vramx.recompute.{name}.another",
             lambda x, known=None: copied.append(getattr(x, "nbytes", 0)) or x,

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from vramx.errors import InvalidValueError
-from vramx.recompute.objects import is_cache
+from vramx.recompute.copies import is_cache
 
 # What calls without a cache's methods have it as.
 _NAMES = ("past_key_values", "past_key_value")

@@ -21,8 +21,8 @@ from vramx.planning.lightning_step import check_lightning, is_lightning, trainin
 from vramx.planning.loop import Loop
 from vramx.planning.states_kept import generators_as_before, undo_of_gradient, undo_of_module
 from vramx.recompute.attributes import attributes_as_now
-from vramx.recompute.buffers import modules_of
 from vramx.recompute.hooks import hooks_as_now
+from vramx.recompute.reached import modules_of
 from vramx.recompute.structure import leaves_of
 
 _ACCEPTED = (

@@ -35,7 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from vramx.compression.policy.weights import is_any_weight
 from vramx.recompute.norms import NORMS
-from vramx.recompute.objects import has_graph, storage_of
+from vramx.recompute.tensors import has_graph, storage_of
 
 _SATURATING = frozenset(
     f"aten::{name}"

@@ -21,16 +21,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vramx.errors import warn_once
-from vramx.recompute.buffers import tell_of_change
-from vramx.recompute.objects import (
-    Copier,
-    Forgetting,
-    TooLargeError,
-    differs,
-    version_of,
-    without_graph,
-)
+from vramx.recompute.copies import Copier, Forgetting, TooLargeError, differs
 from vramx.recompute.shared import Pair, is_pair
+from vramx.recompute.tensors import version_of, without_graph
+from vramx.recompute.told import tell_of_change
 from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, tell_of_advance
 
 # Decorators over decorators; what lies deeper is shared.

@@ -25,7 +25,7 @@ from torch import nn
 
 from vramx.patch.of_classes import found_of
 from vramx.patch.references import is_filled, parts_of
-from vramx.recompute.buffers import reached_from
+from vramx.recompute.reached import reached_from
 
 _Some = tuple[Any, ...]
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vramx.recompute.buffers import tell_of_change, tell_of_update
-from vramx.recompute.objects import without_graph
+from vramx.recompute.tensors import without_graph
+from vramx.recompute.told import tell_of_change, tell_of_update
 
 _PLAIN = (Tensor, nn.Parameter, type(None))  # a buffer may be none
 _Script = torch.jit.ScriptModule

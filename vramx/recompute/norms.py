@@ -22,7 +22,7 @@ from torch import Tensor, strided
 
 from vramx.compression.codec.geometry import describe
 from vramx.compression.codec.normalised import Normal, Statistics
-from vramx.recompute.objects import storage_of
+from vramx.recompute.tensors import storage_of
 
 _ROWS = frozenset({"aten::native_layer_norm", "aten::_fused_rms_norm"})
 _GROUPS = frozenset({"aten::native_group_norm"})

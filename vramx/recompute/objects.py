@@ -12,46 +12,22 @@ Some tenths of a microsecond for each value in an object; any thread.
 
 from __future__ import annotations
 
-import copy
-import enum
-import functools
-import types
-from collections import OrderedDict, deque
-from operator import is_not
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vramx.errors import RecomputationError, warn_once
-from vramx.recompute.wholes import (
-    CONTAINERS,
-    another,
-    as_now,
-    has_no_other,
-    is_other,
-    is_whole,
-    tell_of_advance,
+from vramx.recompute.copies import (
+    SHARED,
+    Copier,
+    Forgetting,
+    TooLargeError,
+    differs,
+    has_state,
+    is_cache,
 )
-
-# Numbers and words.
-FIXED = (str, bytes, int, float, complex, type(None))
-_PLAIN = (dict, list, set, deque)  # which have no attributes of their own
-# An OrderedDict knows its order beside what a dict knows.
-_BASES = (OrderedDict, *_PLAIN)
-# What has no state that a call changes, or is one thing that copies would make two of.
-_SHARED = (
-    *(*FIXED, type, enum.Enum, Tensor, nn.Module),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
-    *(functools.partial, range, slice),
-)
-# A cache has some hundred values. What has more, such as a reference to a whole program, is shared.
-# So are arrays of more bytes, such as a file of tokens that is mapped.
-_LARGEST, MOST_BYTES = 10_000, 64 << 20
-
-
-class TooLargeError(Exception):
-    """There are more values, or more bytes of arrays, than an argument of a layer has."""
+from vramx.recompute.tensors import has_graph, version_of
+from vramx.recompute.wholes import has_no_other, is_whole, tell_of_advance
 
 
 class Before:
@@ -96,22 +72,12 @@ class Before:
             )
 
 
-# What most arguments are of, which have neither. Dynamo of torch 2.6 to 2.8 traces no set of types.
-_NO_CACHES: list[type] = [type(None), bool, int, float, str, tuple, Tensor]
-
-
-def is_cache(value: Any) -> bool:
-    """Tell whether a value is a cache of keys and values, by what it does and not by its name."""
-    if type(value) in _NO_CACHES:
-        return False
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
-
-
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors that an object refers to, each as often as it does.
 
     Example:
-        >>> len(tensors_in(types.SimpleNamespace(keys=[Tensor(), Tensor()])))
+        >>> from types import SimpleNamespace
+        >>> len(tensors_in(SimpleNamespace(keys=[Tensor(), Tensor()])))
         2
     """
     copier = Copier()
@@ -123,10 +89,11 @@ def as_before(leaf: Any) -> Any:
     """Return what stands for an argument in the meantime: itself, if nothing in it can change.
 
     Example:
-        >>> as_before(3), type(as_before(types.SimpleNamespace(items=[]))).__name__
+        >>> from types import SimpleNamespace
+        >>> as_before(3), type(as_before(SimpleNamespace(items=[]))).__name__
         (3, 'Before')
     """
-    if isinstance(leaf, _SHARED) or not (_has_state(leaf) or is_whole(type(leaf))):
+    if isinstance(leaf, SHARED) or not (has_state(leaf) or is_whole(type(leaf))):
         return leaf
     if has_no_other(leaf):
         tell_of_advance(leaf)
@@ -135,284 +102,3 @@ def as_before(leaf: Any) -> Any:
         return Before(leaf)
     except TooLargeError:
         return leaf
-
-
-def _has_state(value: Any) -> bool:
-    if type(value).__module__.partition(".")[0] == "torch":
-        return False  # generators, devices, process groups
-    if hasattr(type(value), "__del__") and not is_cache(value):
-        return False  # a copy that goes would close the original's file or process
-    return isinstance(value, CONTAINERS) or bool(
-        getattr(value, "__dict__", None) or _slots(type(value))
-    )
-
-
-def _slots(cls: type) -> list[str]:
-    found: list[str] = []
-    for base in cls.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written to; 0 of one of inference mode, which does not tell.
-
-    Example:
-        >>> version_of(torch.zeros(2).add_(1))
-        1
-    """
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return a number for the memory of a strided tensor, unseen by modes that watch a region.
-
-    Example:
-        >>> x = torch.zeros(2, 3)
-        >>> storage_of(x) == storage_of(x.t())
-        True
-    """
-    with torch._C.DisableTorchFunction():
-        return int(tensor.untyped_storage()._cdata)
-
-
-def has_graph(tensor: Tensor) -> bool:
-    """Tell whether an operation that has a gradient made a tensor.
-
-    torch refuses to tell of a view from a time without gradients whose memory was written to since.
-
-    Example:
-        >>> x = torch.zeros(2)
-        >>> with torch.no_grad():
-        ...     view = x[:1]
-        >>> made = x.mul_(torch.ones(2, requires_grad=True))
-        >>> has_graph(made), has_graph(view)
-        (True, False)
-    """
-    try:
-        return tensor.grad_fn is not None
-    except RuntimeError:
-        return False
-
-
-def without_graph(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory that requires a gradient too, and has no graph.
-
-    Itself if it has none, or is of a class of its own.
-
-    Example:
-        >>> x = torch.ones(2, requires_grad=True) * 2
-        >>> y = without_graph(x)
-        >>> y.is_leaf, y.requires_grad, y.data_ptr() == x.data_ptr()
-        (True, True, True)
-    """
-    if type(tensor) is not Tensor or not has_graph(tensor):
-        return tensor
-    return tensor.detach().requires_grad_()
-
-
-def differs(then: Any, now: Any, around: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Tell whether what was copied is another thing by now.
-
-    Example:
-        >>> differs([1, {"a": 2}], [1, {"a": 2}]), differs([1], [1, 2])
-        (False, True)
-    """
-    if then is now or (id(then), id(now)) in around:
-        return False
-    if type(then) is not type(now):
-        return True
-    if isinstance(now, FIXED):
-        return bool(then != now)
-    if type(now) in _PLAIN and _holds_the_same(then, now):
-        return False
-    if is_whole(type(now)):
-        return is_other(then, now)
-    pairs = _parts(then), _parts(now)
-    if not pairs[1] or pairs[0].keys() != pairs[1].keys():
-        return bool(pairs[0] or pairs[1]) or not _has_state(now)
-    around = around | {(id(then), id(now))}
-    return any(differs(part, pairs[1][key], around) for key, part in pairs[0].items())
-
-
-def _holds_the_same(then: Any, now: Any) -> bool:
-    """Tell whether two plain containers have the very same items: nearly all have."""
-    if type(now) is set:
-        return bool(then == now)
-    if len(then) != len(now) or any(map(is_not, then, now)):
-        return False
-    return type(now) is not dict or not any(map(is_not, then.values(), now.values()))
-
-
-def _parts(value: Any) -> dict[Any, Any]:
-    """Return what an object or a container holds, by where it is."""
-    parts: dict[Any, Any] = {}
-    if isinstance(value, dict):
-        parts.update((("item", key), dict.__getitem__(value, key)) for key in value)
-    elif isinstance(value, (list, deque, tuple)):
-        parts.update((("item", i), item) for i, item in enumerate(value))
-    elif isinstance(value, (set, frozenset)):
-        parts.update((("item", item), None) for item in value)
-    parts.update(getattr(value, "__dict__", {}))
-    names = (name for name in _slots(type(value)) if hasattr(value, name))
-    parts.update((name, getattr(value, name)) for name in names)
-    return parts
-
-
-class Copier:
-    """Copies objects and containers, each once; `tensors` are those that it met."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self._copies: dict[int, Any] = {}
-        self._pairs: list[tuple[Any, Any]] = []
-        self._tuples: list[tuple[Any, Any]] = []
-        self._left_bytes = MOST_BYTES
-
-    def copy(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self.tensors.append(value)
-        if isinstance(value, _SHARED):
-            return value
-        if id(value) in self._copies:
-            return self._copies[id(value)]
-        if len(self._copies) >= _LARGEST:
-            raise TooLargeError
-        return self._copied(value)
-
-    def take(self, value: Any, made: Any) -> None:
-        """Have something else for a copy of a container, and its containers for those in it."""
-        if self._copies.get(id(value)) is made:
-            return
-        self._copies[id(value)] = made
-        if isinstance(value, set):
-            return
-        parts = _parts(made)
-        for at, part in _parts(value).items():
-            if type(part) in CONTAINERS and type(parts.get(at)) is type(part):
-                self.take(part, parts[at])
-
-    def copy_of(self, then: Any) -> Any:
-        """Return a copy of what was copied before; of too much one that shares what it holds."""
-        try:
-            return self.copy(then)
-        except TooLargeError:
-            return as_now(then)
-
-    def _copied(self, value: Any) -> Any:
-        if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
-            return self._copied_tuple(value)
-        if is_whole(type(value)):
-            self._left_bytes -= getattr(value, "nbytes", 0)
-            if self._left_bytes < 0:
-                raise TooLargeError
-            self._copies[id(value)] = made = another(value, self._copies)
-            return made
-        if not _has_state(value):
-            return value
-        shallow = _shallow(value)
-        # Known before its parts are copied, which may refer to it.
-        self._copies[id(value)] = shallow
-        if shallow is not value:
-            self._pairs.append((value, shallow))
-            self._fill(shallow, value)
-        return shallow
-
-    def _copied_tuple(self, value: Any) -> Any:
-        """Return the tuple itself where nothing in it was copied."""
-        parts = tuple(map(self.copy, value))
-        if not any(map(is_not, parts, value)):
-            return value
-        made = parts if type(value) is tuple else type(value)(*parts)
-        self._tuples.append((value, made))
-        return made
-
-    def put_back(self) -> None:
-        """Have what was copied hold again what it held then, in place."""
-        originals = {id(shallow): value for value, shallow in self._pairs}
-        for value, made in self._tuples:  # the inner ones first
-            parts = tuple(originals.get(id(x), x) for x in made)
-            if not any(map(is_not, parts, value)):
-                originals[id(made)] = value
-        for value, shallow in self._pairs:
-            then = {at: originals.get(id(x), x) for at, x in _parts(shallow).items()}
-            now = _parts(value)
-            if then.keys() != now.keys() or any(then[at] is not x for at, x in now.items()):
-                _refill(value, then)
-
-    def _fill(self, shallow: Any, value: Any) -> None:
-        if isinstance(value, dict):
-            for key in value:
-                dict.__setitem__(shallow, key, self.copy(dict.__getitem__(value, key)))
-        elif isinstance(value, (list, deque)):
-            base = _base_of(value)
-            for i, item in enumerate(list(value)):
-                base.__setitem__(shallow, i, self.copy(item))
-        for name, part in list(getattr(shallow, "__dict__", {}).items()):
-            shallow.__dict__[name] = self.copy(part)
-        for name in _slots(type(value)):
-            if hasattr(value, name):
-                object.__setattr__(shallow, name, self.copy(getattr(value, name)))
-
-
-class Forgetting(Copier):
-    """Copies in which no tensor has a graph, of what was copied before.
-
-    A state of before is kept by the graph of a call. If it had the graph of the call before, that
-    one's state of before would stay as well, and so on.
-    """
-
-    def copy(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if id(value) not in self._copies:
-                self.tensors.append(value)  # for its id to stay its own
-                self._copies[id(value)] = without_graph(value)
-            return self._copies[id(value)]
-        return value if is_whole(type(value)) else super().copy(value)
-
-
-def _base_of(container: Any) -> Any:
-    """Return the container of Python's own that one is, whose methods refuse and count nothing."""
-    kinds = (kind for kind in _BASES if isinstance(container, kind))
-    return next(kinds, None)
-
-
-def _refill(value: Any, parts: dict[Any, Any]) -> None:
-    """Have an object or a container hold these parts, as _parts() has them, and no others."""
-    items = {at[1]: x for at, x in parts.items() if isinstance(at, tuple)}
-    base = _base_of(value)
-    if base is not None:
-        base.clear(value)
-    if isinstance(value, dict):
-        for key, x in items.items():
-            base.__setitem__(value, key, x)
-    elif isinstance(value, (list, deque)):
-        base.extend(value, items.values())
-    elif isinstance(value, set):
-        base.update(value, items)
-    named = {at: x for at, x in parts.items() if isinstance(at, str)}
-    slots = set(_slots(type(value)))
-    if hasattr(value, "__dict__"):
-        vars(value).clear()
-        vars(value).update({name: x for name, x in named.items() if name not in slots})
-    for name in slots & named.keys():
-        object.__setattr__(value, name, named[name])
-
-
-def _shallow(value: Any) -> Any:
-    try:
-        made = copy.copy(value)
-    except Exception:  # a lock, a file, a connection: there is only the one
-        return value
-    if type(made) is type(value):
-        parts, own = _parts(made), _parts(value)
-        if parts.keys() == own.keys() and not any(own[at] is not x for at, x in parts.items()):
-            return made
-    # A class that says how it is copied may leave out what it works out again, or make it anew.
-    try:
-        made = object.__new__(type(value))
-    except TypeError:  # it is a container
-        return value
-    _refill(made, _parts(value))
-    return made

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vramx.recompute.elements import SAME
-from vramx.recompute.objects import storage_of
+from vramx.recompute.tensors import storage_of
 
 # Of an argument they read its form alone.
 _OF_FORM = frozenset(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from vramx.recompute.objects import Copier
+from vramx.recompute.copies import Copier
 from vramx.recompute.wholes import CONTAINERS
 
 _OPENED = (tuple, *CONTAINERS)

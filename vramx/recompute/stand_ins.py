@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from vramx.recompute.objects import storage_of
+from vramx.recompute.tensors import storage_of
 
 # Of a parameter without a gradient that is copied before a first run: statistics of a wide layer
 # take some KiB, frozen weights that are larger most of a model.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 
-from vramx.recompute.objects import FIXED
+from vramx.recompute.copies import FIXED
 
 
 @dataclasses.dataclass(frozen=True)

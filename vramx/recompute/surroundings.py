@@ -18,14 +18,16 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from vramx.recompute.attributes import OF_EVERY_MODULE, Attributes
-from vramx.recompute.buffers import Buffers, modules_of
+from vramx.recompute.attributes import Attributes
+from vramx.recompute.buffers import Buffers
 from vramx.recompute.functions import Variables
 from vramx.recompute.generators import Generators
 from vramx.recompute.hooks import Hooks
 from vramx.recompute.members import Members
 from vramx.recompute.modes import Modes
 from vramx.recompute.noted import Noted, kind_of
+from vramx.recompute.owners import OF_EVERY_MODULE
+from vramx.recompute.reached import modules_of
 from vramx.recompute.shared import Shared
 from vramx.recompute.switches import Switches
 

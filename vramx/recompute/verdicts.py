@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from vramx.compression.codec.geometry import shape_of
 from vramx.errors import warn_once
-from vramx.recompute.buffers import reached_from
 from vramx.recompute.norms import Norm
+from vramx.recompute.reached import reached_from
 
 # Two of them hold some megabytes of keys. What is dropped is watched again.
 _MOST = 4096

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from vramx.patch.subclass import RECORD
 from vramx.patch.torch_functions import is_own
 from vramx.patch.watching import has_other_hooks
-from vramx.recompute.objects import is_cache
+from vramx.recompute.copies import is_cache
 
 # Stands for the parameter that takes a cache, which releases of transformers call otherwise.
 CACHE = "past_key_values"

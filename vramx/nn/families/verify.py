@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 from vramx.compression.config import Compression
 from vramx.nn.families.swap import Fusing
 from vramx.patch.module import find, original_class
-from vramx.recompute.objects import Before, is_cache, tensors_in
+from vramx.recompute.copies import is_cache
+from vramx.recompute.objects import Before, tensors_in
 
 # A block rounds some twenty times in a row; errors of one sign would add up to 64 halves of a step
 # of the type with a margin of three. Wrong formulas are off by more than a tenth.
