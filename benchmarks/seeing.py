@@ -46,6 +46,7 @@ WAYS = ("eager", "amp", "checkpoint")
 LEVELS = ("left", "keep", "int8", "int4", "recompute_mlp", "recompute_all")
 ROWS = (*WAYS, *LEVELS)
 QUICK = ("eager", "int8", "recompute_all")
+QUICK_GROUPS = ("sums", "predict", "overhead")  # a remedy is confirmed by six processes in a row
 KINDS = (
     *("fragmentation", "lengths", "leak", "loss_spike", "first_step", "evaluation"),
     *("growing_cache", "limit", "pool", "rank", "another_process"),
@@ -88,7 +89,7 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
         UnavailableError: there is no GPU.
         InvalidValueError: an unknown group.
     """
-    groups = chosen(request.only, GROUPS, "group")
+    groups = chosen(request.only or (QUICK_GROUPS if options.quick else ()), GROUPS, "group")
     gpu = visible_gpus(options.device, 1)[0]
     plan = Plan(gpu, request.limit_s or LIMIT_S, options.quick, writer)
     verdicts: list[Verdict] = []
