@@ -225,6 +225,14 @@ def test_module_whose_forward_is_called_is_not_told_of(how: str) -> None:
     assert "never called" not in str(vramx.report(module))
 
 
+def test_a_predicted_step_is_no_step_and_the_next_one_is_told_of() -> None:
+    module, x = vramx.compressed_activations(Plain(), **OPTIONS), inputs()
+    with silent():
+        vramx.predict(lambda: module(x).sum().backward())
+    with pytest.warns(VramxWarning, match="its forward is never called"):
+        module.down(module.up(inputs())).sum().backward()
+
+
 def test_restored_module_is_not_told_of() -> None:
     module = vramx.compressed_activations(Plain(), **OPTIONS)
     vramx.restore(module)

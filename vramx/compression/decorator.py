@@ -19,6 +19,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import unserializable_hook
 
 from vramx.compression.compiler import compile_only_callees
@@ -116,9 +117,10 @@ class Packing(Change):
         packing, place = weakref.ref(self), weakref.ref(module)
 
         @unserializable_hook  # or sharing the parameter with a process would warn
-        def see(_: torch.Tensor) -> None:
+        def see(gradient: torch.Tensor) -> None:
             self, module = packing(), place()
-            if self is not None and module is not None:
+            is_predicted = isinstance(gradient, FakeTensor)  # in a step of copies
+            if self is not None and module is not None and not is_predicted:
                 self.undone()
                 if not self.was_called:
                     _warn_of_no_call(type(module).__name__, is_replaced="forward" in vars(module))
