@@ -60,6 +60,7 @@ class Attributes:
         copies = OwnersCopies()
         self._before = [OwnerBefore(each, copies, region) for each in (*modules, *owners.values())]
         self.generators = [each for before in self._before for each in before.generators]
+        self.generators += copies.generators
         self.are_to_be_watched = any(before.is_to_be_watched for before in self._before)
 
     def settle(self, memory: Collection[int] = (), elsewhere: Collection[int] = ()) -> None:
@@ -121,6 +122,7 @@ def attributes_as_now(modules: Iterable[Any]) -> Callable[[], None]:
             with contextlib.suppress(TooLargeError):
                 copier.copy(value)
     held = [value for _, values in before for value in values.values() if is_generator(value)]
+    held += copier.generators
     states = [(each, state_of(each)) for each in held]
     copies = {id(x): (x, version_of(x), x.detach().to("cpu", copy=True)) for x in copier.tensors}
 

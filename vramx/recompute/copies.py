@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import sys
 import types
 from collections import OrderedDict, deque
 from operator import is_not
@@ -18,6 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vramx.patch.of_classes import found_of
+from vramx.recompute.generators import is_generator
 from vramx.recompute.tensors import without_graph
 from vramx.recompute.wholes import CONTAINERS, another, as_now, is_other, is_whole
 
@@ -61,6 +64,17 @@ def has_state(value: Any) -> bool:
     return isinstance(value, CONTAINERS) or bool(
         getattr(value, "__dict__", None) or _slots(type(value))
     )
+
+
+def _has_slots_alone(cls: Any) -> bool:
+    """Tell whether objects of a class of the program's have all of their state in slots."""
+    if issubclass(cls, (*SHARED, *CONTAINERS, tuple)) or cls.__dictoffset__:
+        return False
+    return bool(_slots(cls)) and str(cls.__module__).partition(".")[0] not in _LIBRARIES
+
+
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
+has_slots_alone = found_of(_has_slots_alone)
 
 
 def _slots(cls: type) -> list[str]:
@@ -120,10 +134,14 @@ def _parts(value: Any) -> dict[Any, Any]:
 
 
 class Copier:
-    """Copies objects and containers, each once; `tensors` are those that it met."""
+    """Copies objects and containers, each once.
+
+    `tensors` and `generators`, of random numbers, are those that it met, which it shares.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
+        self.generators: list[Any] = []
         self._copies: dict[int, Any] = {}
         self._pairs: list[tuple[Any, Any]] = []
         self._tuples: list[tuple[Any, Any]] = []
@@ -168,9 +186,12 @@ class Copier:
                 raise TooLargeError
             self._copies[id(value)] = made = another(value, self._copies)
             return made
+        if is_generator(value):
+            self.generators.append(value)
+            return value
         if not has_state(value):
             return value
-        shallow = _shallow(value)
+        shallow = another_of(value)
         # Known before its parts are copied, which may refer to it.
         self._copies[id(value)] = shallow
         if shallow is not value:
@@ -259,7 +280,8 @@ def _refill(value: Any, parts: dict[Any, Any]) -> None:
         object.__setattr__(value, name, named[name])
 
 
-def _shallow(value: Any) -> Any:
+def another_of(value: Any) -> Any:
+    """Return another object that holds the same; itself where there is only the one."""
     try:
         made = copy.copy(value)
     except Exception:  # a lock, a file, a connection: there is only the one

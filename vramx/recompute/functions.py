@@ -4,9 +4,10 @@ A loop that checkpoints `lambda x: layer(x)` gives each call its own layer, and 
 when the loop is over, the last one's. So a recomputation calls a function of the same code whose
 variables are those of the call, and so are its defaults and what a partial gives to it; where all
 are what they were, it is the function itself. Python's own containers, iterators and arrays among
-them are copied, other objects are shared, and what a recomputation writes to the variables is
-forgotten, also where they are by then what they were before the call. Forward hooks are functions
-that the region calls too. A call costs a microsecond and a look at each variable.
+them are copied, and objects with slots, but not those of globals; other objects are shared
+(attributes.py has what they hold). What a recomputation writes to the variables is forgotten, also
+where they are by then what they were before the call. Forward hooks are functions that the region
+calls too. A call costs a microsecond and a look at each variable.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vramx.errors import warn_once
-from vramx.recompute.copies import Copier, Forgetting, TooLargeError, differs
+from vramx.recompute.copies import (
+    Copier,
+    Forgetting,
+    TooLargeError,
+    another_of,
+    differs,
+    has_slots_alone,
+    has_state,
+)
 from vramx.recompute.shared import Pair, is_pair
 from vramx.recompute.tensors import version_of, without_graph
 from vramx.recompute.told import tell_of_change
@@ -66,9 +75,9 @@ class _Given:
     """The defaults of a function, or what a partial gives to one, at one time."""
 
     def __init__(self, args: Any, kwargs: Any, thens: _Thens) -> None:
-        self._args = [_variable(None, each, thens) for each in args or ()]
+        self._args = [_variable(None, each, thens, _of_slots) for each in args or ()]
         named = (kwargs or {}).items()
-        self._kwargs = {name: _variable(None, each, thens) for name, each in named}
+        self._kwargs = {name: _variable(None, each, thens, _of_slots) for name, each in named}
         self.every = (*self._args, *self._kwargs.values())
 
     def is_other(self) -> bool:
@@ -95,7 +104,7 @@ class _Taken:
         names = function.__code__.co_freevars
         cells = zip(names, function.__closure__ or (), strict=True)
         self.cells = [
-            _variable(cell, cell.cell_contents, thens)
+            _variable(cell, cell.cell_contents, thens, _of_slots)
             for name, cell in cells
             if _is_set(name, cell)
         ]
@@ -304,10 +313,25 @@ def _functions(function: Any) -> Iterator[Any]:
             waiting += [cell.cell_contents for name, cell in names if _is_set(name, cell)]
 
 
-def _variable(place: Any, value: Any, thens: _Thens) -> _Variable:
+def _shared(value: Any) -> Any:
+    return value
+
+
+def _of_slots(value: Any) -> Any:
+    """Return what an object whose state is in slots holds now, as a copy; any other one itself."""
+    is_copied = has_slots_alone(type(value)) and has_state(value)
+    return another_of(value) if is_copied else value
+
+
+def _variable(
+    place: Any, value: Any, thens: _Thens, then_of: Callable[[Any], Any] = _shared
+) -> _Variable:
     kind = type(value)
     if kind not in CONTAINERS and not is_whole(kind):
-        return _Variable(place, value, value)
+        then = thens.get(id(value))
+        if then is None and (then := then_of(value)) is not value:
+            thens[id(value)] = then
+        return _Variable(place, value, then)
     if id(value) in thens:
         return _Variable(place, value, thens[id(value)], _key_of(value, thens[id(value)]))
     thens[id(value)] = then = as_now(value)

@@ -31,11 +31,15 @@ from vramx.recompute.wholes import has_no_other, is_whole, tell_of_advance
 
 
 class Before:
-    """An argument that is an object, as it was before the region ran."""
+    """An argument that is an object, as it was before the region ran.
+
+    `generators` are those of random numbers in it, which a recomputation sets back.
+    """
 
     def __init__(self, value: Any) -> None:
         copier = Copier()
         self._copy = copier.copy(value)
+        self.generators = copier.generators
         self._name = type(value).__name__
         self._is_cache = is_cache(value)
         self._tensors = [(tensor, version_of(tensor)) for tensor in copier.tensors]

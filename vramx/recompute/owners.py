@@ -95,6 +95,11 @@ class OwnersCopies:
             self._copier = Copier()  # it is full, of what nobody has
             return as_now(value), []
 
+    @property
+    def generators(self) -> list[Any]:
+        """Those of random numbers within what was copied."""
+        return self._copier.generators
+
     def has_graphs(self, made: Any) -> bool:
         """Tell whether a tensor in a copy has a graph."""
         return id(made) in self._have_graphs
@@ -107,7 +112,7 @@ class OwnerBefore:
     __slots__ = (
         *("_changed", "_going", "_held", "_is_first", "_is_new", "_is_training", "_keys"),
         "_left_bytes",
-        *("_module", "_own", "_region", "_thens", "_values", "_with_graphs"),
+        *("_module", "_own", "_region", "_thens", "_values", "_with_generators", "_with_graphs"),
     )
 
     def __init__(self, module: Any, copies: OwnersCopies, region: RegionKind) -> None:
@@ -120,6 +125,7 @@ class OwnerBefore:
         self._changed: set[str] | frozenset[str] = _NO_NAMES
         self._thens: dict[str, Any] = _NOTHING
         self._with_graphs: list[str] = []  # containers and objects
+        self._with_generators: list[str] = []  # of random numbers
         self._keys: dict[str, int] = {}  # the ids of containers of which there are copies
         self._left_bytes = MOST_BYTES  # of copies of tensors
         # What a container holds: the attribute's name, a tensor, its version.
@@ -172,7 +178,10 @@ class OwnerBefore:
             self._left_bytes -= nbytes
             return copy_of(value), version_of(value)
         if self._is_new or name in self._changed:
+            met = len(copies.generators)
             made, held = copies.copy(value)
+            if len(copies.generators) > met:
+                self._with_generators.append(name)
             if copies.has_graphs(made):
                 self._with_graphs.append(name)
             if self._is_new:
@@ -204,6 +213,7 @@ class OwnerBefore:
             changed.add(name)
             if isinstance(value, Tensor) and then[0] is value:
                 tell_of_write(self._module, name)
+        changed.update(self._with_generators)  # to be copied, and so to be found, in each call
         if isinstance(self._changed, set):  # calls of the module that are to be recomputed have it
             self._changed |= changed
         else:

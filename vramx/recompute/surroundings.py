@@ -26,6 +26,7 @@ from vramx.recompute.hooks import Hooks
 from vramx.recompute.members import Members
 from vramx.recompute.modes import Modes
 from vramx.recompute.noted import Noted, kind_of
+from vramx.recompute.objects import Before
 from vramx.recompute.owners import OF_EVERY_MODULE
 from vramx.recompute.reached import modules_of
 from vramx.recompute.shared import Shared
@@ -65,7 +66,8 @@ class Surroundings:
         self._reads_all = _is_of_a_module(function)
         self._generators: list[Generators] = []
         if draws_again:
-            held = (*leaves, *self._attributes.generators)
+            given = (x for leaf in leaves if isinstance(leaf, Before) for x in leaf.generators)
+            held = (*leaves, *given, *self._attributes.generators)
             self._generators.append(Generators((function, *hooks.functions), modules, held))
 
     def settle(self) -> None:
