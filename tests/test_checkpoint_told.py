@@ -181,6 +181,72 @@ def test_a_tensor_of_a_function_that_it_writes_into_is_told_of() -> None:
         CHECKPOINT(region, activation(8, WIDTH))
 
 
+def add_to(sums: dict[str, Tensor], x: Tensor) -> None:
+    """Add to what an earlier call put there."""
+    if "x" in sums:
+        sums["x"].add_(x.detach().sum(0))
+    else:
+        sums["x"] = x.detach().sum(0)
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.sums: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        add_to(self.sums, y)
+        return y.square() + self.sums["x"]
+
+    def note(self, _: nn.Module, args: tuple[Tensor, ...], name: str) -> None:
+        assert name
+        add_to(self.sums, *args)
+
+
+def noted_by_a_hook() -> tuple[nn.Module, dict[str, Tensor]]:
+    net, sums = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Sums()
+    net[1].register_forward_pre_hook(functools.partial(sums.note, name="tanh"))
+    return net, sums.sums
+
+
+def noted_by_the_module() -> tuple[nn.Module, dict[str, Tensor]]:
+    sums = Sums()
+    return sums, sums.sums
+
+
+@pytest.mark.parametrize("make", [noted_by_a_hook, noted_by_the_module])
+def test_a_tensor_that_a_later_call_is_the_first_to_add_to_is_told_of(
+    make: Callable[[], tuple[nn.Module, dict[str, Tensor]]],
+) -> None:
+    module, sums = make()
+    CHECKPOINT(module, activation()).sum().backward()
+    with pytest.warns(VramxWarning, match="writes into a tensor that sums of Sums holds"):
+        y = CHECKPOINT(module, activation())
+    y.sum().backward()
+    # The calls that follow, and no recomputation of theirs, add to it.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            before = sums["x"].clone()
+            y = CHECKPOINT(module, activation())
+            once = sums["x"] - before
+            y.sum().backward(retain_graph=True)
+            y.sum().backward()
+            assert torch.equal(sums["x"] - before, once)
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["given", "closed over"])
+def test_a_tensor_in_a_container_that_a_hook_adds_to_is_told_of(is_given: bool) -> None:
+    sums = {"x": torch.zeros(WIDTH)}
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    note = functools.partial(add_to, sums) if is_given else lambda y: add_to(sums, y)
+    net[0].register_forward_hook(lambda _, __, y: note(y))
+    with pytest.warns(VramxWarning, match="writes into a tensor that it closes over"):
+        CHECKPOINT(net, activation())
+
+
 class ShrinksLater(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -150,6 +150,7 @@ class Copier:
     def copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             self.tensors.append(value)
+            return self._copies.get(id(value), value)
         if isinstance(value, SHARED):
             return value
         if id(value) in self._copies:
@@ -157,6 +158,10 @@ class Copier:
         if len(self._copies) >= _LARGEST:
             raise TooLargeError
         return self._copied(value)
+
+    def have(self, tensor: Tensor, made: Tensor) -> None:
+        """Have a copy of a tensor in what holds it and is copied from now on."""
+        self._copies.setdefault(id(tensor), made)
 
     def take(self, value: Any, made: Any) -> None:
         """Have something else for a copy of a container, and its containers for those in it."""

@@ -34,7 +34,13 @@ from vramx.recompute.copies import (
 from vramx.recompute.shared import Pair, is_pair
 from vramx.recompute.tensors import version_of, without_graph
 from vramx.recompute.told import tell_of_change
-from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, tell_of_advance
+from vramx.recompute.wholes import (
+    CONTAINERS,
+    as_now,
+    is_whole,
+    tell_of_advance,
+    tensors_held,
+)
 
 # Decorators over decorators; what lies deeper is shared.
 _MOST_FUNCTIONS = 16
@@ -160,6 +166,9 @@ class Variables:
             if type(each) is functools.partial
         }
         self._versions = self._versions_now()
+        self._held = [
+            (tensor, version_of(tensor)) for _, then in self.pairs for tensor in tensors_held(then)
+        ]
         self._changes = False  # in a run
 
     def _versions_now(self) -> list[tuple[Tensor, int]]:
@@ -190,7 +199,8 @@ class Variables:
 
     def settle(self) -> None:
         """See what a run of the function did: say once where it wrote into a tensor."""
-        if any(version_of(tensor) != version for tensor, version in self._versions):
+        held, self._held = self._held, []
+        if any(version_of(tensor) != version for tensor, version in (*self._versions, *held)):
             _say_written(getattr(self._function, "__qualname__", type(self._function).__name__))
         self._changes = self._is_other()
         if self._changes:
@@ -239,12 +249,13 @@ class Variables:
         for each in self._taken.values():
             cells.update((id(variable.place), CellType()) for variable in each.cells)
         made = {key: _made(each, cells, named, copier) for key, each in self._taken.items()}
+        given = {key: each.again(copier) for key, each in self._given.items()}
+        again = functools.partial(_around, made=made, given=given)
         for each in self._taken.values():
             for variable in each.cells:
-                value = made.get(id(variable.value), variable.again(copier))
-                cells[id(variable.place)].cell_contents = value
-        given = {key: each.again(copier) for key, each in self._given.items()}
-        return functools.partial(_around, made=made, given=given)
+                value = variable.again(copier)
+                cells[id(variable.place)].cell_contents = again(value)
+        return again
 
     def _globals(self, copier: Copier) -> dict[int, dict[str, Any]]:
         """Return the globals of then, where they differ, by the ids of those of now."""
@@ -284,12 +295,15 @@ def _made(
 
 
 def _around(function: Any, made: dict[int, FunctionType], given: dict[int, Any]) -> Any:
-    """Return a callable around functions with those that were made in their place."""
-    if type(function) is functools.partial:
+    """Return a callable around functions with those that were made in their place.
+
+    Anything else as it is, and what is around a function that was not made.
+    """
+    if type(function) is functools.partial and id(function) in given:
         inner = _around(function.func, made, given)
         args, kwargs = given[id(function)]
         return functools.partial(inner, *args, **kwargs)
-    if isinstance(function, MethodType):
+    if isinstance(function, MethodType) and id(function.__func__) in made:
         return MethodType(_around(function.__func__, made, given), function.__self__)
     return made.get(id(function), function)
 

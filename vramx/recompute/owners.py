@@ -9,6 +9,7 @@ has left alone in its first run, or into a large one, is warned of.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import is_not
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from vramx.recompute.buffers import copy_of, learning
 from vramx.recompute.copies import FIXED, MOST_BYTES, Copier, Forgetting, TooLargeError, differs
 from vramx.recompute.generators import is_generator
 from vramx.recompute.noted import Noted, RegionKind, Regions
+from vramx.recompute.objects import tensors_in
 from vramx.recompute.shared import Pair, is_pair
 from vramx.recompute.tensors import has_graph, storage_of, version_of, without_graph
 from vramx.recompute.told import tell_of_write
@@ -48,6 +50,7 @@ class _Known(NamedTuple):
     size: int  # of all that it has
     looked_at: tuple[str, ...]  # of those that may change though they stay the same object
     changed: set[str]  # of these, those that did
+    written: set[str]  # of these, containers and objects that hold a tensor which a run wrote into
     regions: Regions  # those whose first run has shown it
 
 
@@ -95,6 +98,19 @@ class OwnersCopies:
             self._copier = Copier()  # it is full, of what nobody has
             return as_now(value), []
 
+    def copy_tensors(self, value: Any) -> list[Tensor]:
+        """Have copies of the tensors that a value holds in the copy of it; return these."""
+        try:
+            held = {id(tensor): tensor for tensor in tensors_in(value)}
+        except TooLargeError:
+            return []
+        if sum(map(_bytes_of, held.values())) > MOST_BYTES:
+            return []
+        made = [(tensor, copy_of(tensor)) for tensor in held.values()]
+        for each in made:
+            self._copier.have(*each)
+        return [copy for _, copy in made]
+
     @property
     def generators(self) -> list[Any]:
         """Those of random numbers within what was copied."""
@@ -110,9 +126,9 @@ class OwnerBefore:
 
     # Lives until backward: the fewer objects, the rarer Python's collector runs.
     __slots__ = (
-        *("_changed", "_going", "_held", "_is_first", "_is_new", "_is_training", "_keys"),
-        "_left_bytes",
-        *("_module", "_own", "_region", "_thens", "_values", "_with_generators", "_with_graphs"),
+        *("_changed", "_copied", "_going", "_held", "_is_first", "_is_new", "_is_training"),
+        *("_keys", "_left_bytes", "_module", "_own", "_region", "_thens", "_values"),
+        *("_with_generators", "_with_graphs", "_written"),
     )
 
     def __init__(self, module: Any, copies: OwnersCopies, region: RegionKind) -> None:
@@ -123,6 +139,8 @@ class OwnerBefore:
         self._values = dict(self._own)
         self._is_new = self._is_first = False
         self._changed: set[str] | frozenset[str] = _NO_NAMES
+        self._written: set[str] | frozenset[str] = _NO_NAMES
+        self._copied: dict[str, list[Tensor]] = _NOTHING  # copies of what these hold
         self._thens: dict[str, Any] = _NOTHING
         self._with_graphs: list[str] = []  # containers and objects
         self._with_generators: list[str] = []  # of random numbers
@@ -138,7 +156,7 @@ class OwnerBefore:
         self._is_new = known is None or self._is_first or known.size != len(self._values)
         names: Iterable[str] = self._values
         if known is not None:
-            self._changed = known.changed
+            self._changed, self._written = known.changed, known.written
             names = names if self._is_new else known.looked_at
         self._thens = thens = {name: self._then(name, copies) for name in self._names(names)}
         values = self._values
@@ -172,20 +190,21 @@ class OwnerBefore:
         if isinstance(value, Tensor):
             # Of an owner of which nothing is known there would be copies in each call.
             may_write = name in self._changed or (self._is_new and _may_be_known(self._module))
-            nbytes = value.numel() * value.element_size()
+            nbytes = _bytes_of(value)
             if not may_write or nbytes > self._left_bytes:
                 return value, version_of(value)
             self._left_bytes -= nbytes
             return copy_of(value), version_of(value)
         if self._is_new or name in self._changed:
+            if name in self._written:
+                self._copied = {**self._copied, name: copies.copy_tensors(value)}
             met = len(copies.generators)
             made, held = copies.copy(value)
             if len(copies.generators) > met:
                 self._with_generators.append(name)
             if copies.has_graphs(made):
                 self._with_graphs.append(name)
-            if self._is_new:
-                self._held += [(name, tensor, version_of(tensor)) for tensor in held]
+            self._held += [(name, tensor, version_of(tensor)) for tensor in held]
             return made
         return as_now(value)
 
@@ -195,17 +214,15 @@ class OwnerBefore:
         `elsewhere` are the ids of tensors that others put back.
         """
         own, values = self._own, self._values
-        for name, tensor, version in self._held:
-            if id(tensor) not in elsewhere and _is_written(tensor, version, memory):
-                _tell_of_held(self._module, name)
-        self._held = []
+        written = self._written_through(memory, elsewhere)
         for iterator, then in self._going:
             if progress_of(iterator) != then:
                 tell_of_advance(iterator)
         self._going = ()
-        if not self._is_new and self._is_as_before(memory):
+        if not self._is_new and not written and self._is_as_before(memory):
             return
-        changed = {name for name in self._names(own) if own[name] is not values.get(name, _ABSENT)}
+        others = {name for name in self._names(own) if own[name] is not values.get(name, _ABSENT)}
+        changed = written | others
         for name, then in self._thens.items():
             value = values[name]
             if name in changed or not self._was_written(name, then, memory):
@@ -223,7 +240,21 @@ class OwnerBefore:
         before = noted.get(self._is_training)
         regions = Regions() if before is None else before.regions
         regions.note(self._region)
-        noted[self._is_training] = _Known(len(own), looked_at, self._changed, regions)
+        found = written if before is None else written | before.written
+        noted[self._is_training] = _Known(len(own), looked_at, self._changed, found, regions)
+
+    def _written_through(self, memory: Collection[int], elsewhere: Collection[int]) -> set[str]:
+        """Return the containers and objects that hold a tensor which the run wrote into, and of
+        which there is no copy; tell of them."""
+        held, self._held = self._held, []
+        written = set[str]()
+        for name, tensor, version in held:
+            if self._copied.get(name):
+                continue
+            if id(tensor) not in elsewhere and _is_written(tensor, version, memory):
+                written.add(name)
+                _tell_of_held(self._module, name, _bytes_of(tensor))
+        return written
 
     @property
     def has_changed(self) -> bool:
@@ -274,6 +305,8 @@ class OwnerBefore:
         # What a run changed another would: also where the program has put it back since.
         if not self._changed and self._is_as_before():
             return {}
+        for tensor in itertools.chain.from_iterable(self._copied.values()):
+            copier.have(tensor, learning(tensor.detach().clone(), tensor))  # to be written into
         added = {*self._names(own), *self._changed} - values.keys()
         found = dict.fromkeys(added, _ABSENT)
         for name in self._names(values):
@@ -312,10 +345,16 @@ def _is_written(tensor: Tensor, version: int, memory: Collection[int]) -> bool:
     return bool(memory) and tensor.layout is torch.strided and storage_of(tensor) in memory
 
 
-def _tell_of_held(module: Any, name: str) -> None:
+def _tell_of_held(module: Any, name: str, nbytes: int) -> None:
+    is_copied = _may_be_known(module) and nbytes <= MOST_BYTES
+    later = ", and from the next step on what was there before" if is_copied else ""
     warn_once(
         f"a region under vramx.checkpoint writes into a tensor that {name} of "
         f"{type(module).__name__} holds: a recomputation finds it written, and writes into it once "
-        "more; update it outside of the region, or register a buffer",
-        stacklevel=6,
+        f"more{later}; update it outside of the region, or register a buffer",
+        stacklevel=7,
     )
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

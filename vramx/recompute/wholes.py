@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any
 
+from torch import Tensor
+
 from vramx.errors import warn_once
 from vramx.patch.of_classes import found_of
 
@@ -172,6 +174,20 @@ def _inner(container: Any) -> list[tuple[Any, Any]]:
         return []
     places = container.items() if isinstance(container, dict) else enumerate(container)
     return [(place, each) for place, each in places if type(each) in CONTAINERS]
+
+
+def tensors_held(container: Any, depth: int = _MOST_DEPTH) -> Iterator[Tensor]:
+    """Give the tensors that a container holds, and those in containers that it holds.
+
+    Example:
+        >>> len(list(tensors_held({"sums": [Tensor(), Tensor()], "steps": 3})))
+        2
+    """
+    for each in container.values() if isinstance(container, dict) else container:
+        if isinstance(each, Tensor):
+            yield each
+        elif type(each) in CONTAINERS and depth:
+            yield from tensors_held(each, depth - 1)
 
 
 def is_other(then: Any, now: Any) -> bool:
