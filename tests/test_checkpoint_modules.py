@@ -79,6 +79,7 @@ def test_modules_are_not_checkpointed_twice(model: nn.Sequential) -> None:
     [
         ({"where": nn.Conv2d}, "matches no module; the model has Linear, Block"),
         ({"where": 3}, "accepted are a module class"),
+        ({"where": nn.Tanh()}, "accepted are a module class"),
         ({"where": "Block"}, "where 'Block': no module's name matches; closest are '"),
         ({"where": Block, "every": 0}, "every 0"),
         ({"where": Block, "offlaod": "cpu"}, "'offlaod' is not accepted"),

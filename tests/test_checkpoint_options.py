@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import vramx
 from vramx.compression import enclosing
+from vramx.errors import InvalidValueError
 
 __all__ = ["packs", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds")
@@ -97,6 +98,11 @@ def test_selective_policy_composes() -> None:
     )
     assert products, "the policy was never asked"
     assert cosine(exact, packed) > 0.999
+
+
+def test_a_result_in_place_of_a_function_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="not block"):
+        vramx.checkpoint(nn.Linear(4, 4)(torch.ones(1, 4)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

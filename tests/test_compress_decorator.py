@@ -160,13 +160,31 @@ def test_counts_sum_over_calls_until_they_are_reset() -> None:
 @pytest.mark.parametrize(
     ("ask", "target", "words"),
     [
-        *((vramx.compressed_activations, x, "accepted are a Module") for x in (3, int, "forward")),
+        *(
+            (vramx.compressed_activations, x, "accepted are a Module")
+            for x in (3, int, "forward", None)
+        ),
+        *((vramx.compress, x, "accepted is `with vramx.compress") for x in (nn.Tanh(), len)),
+        (vramx.compress(), len, "as a decorator of .* vramx.compressed_activations"),
         *((vramx.compression_stats, x, "not compressed") for x in (nn.Tanh(), nn.Linear, len, 3)),
     ],
 )
 def test_anything_else_is_refused(ask: Any, target: Any, words: str) -> None:
     with pytest.raises(InvalidValueError, match=words):
         ask(target)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("compresed_activations", r"\(did you mean 'compressed_activations'\?\)"),
+        ("nothing_alike", "'nothing_alike'$"),
+        ("__compress__", "'__compress__'$"),
+    ],
+)
+def test_a_misspelt_name_is_told_the_one_that_is_meant(name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=words):
+        getattr(vramx, name)
 
 
 @pytest.mark.parametrize("how", ["instance", "class"])

@@ -109,10 +109,21 @@ if not TYPE_CHECKING:
         if name == "callbacks":  # a package, which importing puts here
             return importlib.import_module("vramx.callbacks")
         if name not in _LAZY:
-            raise AttributeError(f"module 'vramx' has no attribute {name!r}")
+            raise AttributeError(f"module 'vramx' has no attribute {name!r}{_near(name)}")
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
         return value
+
+
+def _near(name: str) -> str:
+    """Return the public name that is spelt alike, in brackets; what probes for names of Python's
+    own is told none."""
+    if name.startswith("_"):
+        return ""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, _LAZY, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def __dir__() -> list[str]:

@@ -44,10 +44,10 @@ def compressed_activations(
 ) -> Target: ...
 @overload
 def compressed_activations(
-    target: None = None, /, level: str | Compression = "int8", **options: Any
+    *, level: str | Compression = "int8", **options: Any
 ) -> Callable[[Target], Target]: ...
 def compressed_activations(
-    target: Any = None, /, level: str | Compression = "int8", **options: Any
+    target: Any = ..., /, level: str | Compression = "int8", **options: Any
 ) -> Any:
     """Keep what every call of a module or a function saves for backward in fewer bits.
 
@@ -79,7 +79,7 @@ def compressed_activations(
         1
     """
     context = compress(level, **options)  # a mistake in the options is raised here
-    if target is None:
+    if target is ...:
         return lambda actual: _wrap(actual, CompressionContext(context.options))
     return _wrap(target, context)
 

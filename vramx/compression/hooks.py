@@ -8,7 +8,7 @@ ten microseconds; what a saved tensor costs is said in session.py.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,7 +23,13 @@ from vramx.compression.policy.operations import OperationMode
 from vramx.compression.saved import Codec
 from vramx.compression.session import PlainCodec, Session
 from vramx.compression.stats import CompressionStats
-from vramx.errors import warn_once
+from vramx.errors import refused, warn_once
+
+# Where a context is taken for a decorator, or for what changes a model.
+_INSTEAD = (
+    "is `with vramx.compress():` around a forward pass; vramx.compressed_activations() changes a "
+    "model, a class or a function"
+)
 
 
 class CompressionContext:
@@ -37,6 +43,14 @@ class CompressionContext:
         self.stats = CompressionStats()
         self._derivatives = Derivatives(packs=options.packs)
         self._entered = _Entered()
+
+    def __call__(self, target: object) -> NoReturn:
+        """Refuse to decorate.
+
+        Raises:
+            InvalidValueError: always; compressed_activations() decorates.
+        """
+        raise refused("compress() as a decorator of", target, _INSTEAD)
 
     @run_uncompiled
     def __enter__(self) -> CompressionStats:
@@ -210,4 +224,6 @@ def compress(level: str | Compression = "int8", **options: Any) -> CompressionCo
         >>> stats.packed.tensors
         1
     """
+    if callable(level):  # a model, or a function below `@compress`
+        raise refused("level", level, _INSTEAD)
     return CompressionContext(options_of(level, options))

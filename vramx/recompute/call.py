@@ -27,7 +27,7 @@ from vramx.compression import enclosing
 from vramx.compression.asked import options_of
 from vramx.compression.config import Compression
 from vramx.compression.notices import explain
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, refused
 from vramx.recompute import again
 from vramx.recompute.inputs import Inputs
 from vramx.recompute.region import Region
@@ -79,7 +79,8 @@ def checkpoint(
         What the function returns.
 
     Raises:
-        InvalidValueError: use_reentrant=True; or `level` or `offload` is not accepted.
+        InvalidValueError: use_reentrant=True; `function` cannot be called; or `level` or `offload`
+            is not accepted.
         RecomputationError: the function writes into a tensor of an argument that is an object; or,
             in backward, it comes to an operation that no call of its kind had, from packed inputs,
             or saves other tensors than before.
@@ -116,6 +117,8 @@ def checkpoint(
         >>> x.grad.shape
         torch.Size([4, 8])
     """
+    if not callable(function):
+        raise refused("function", function, "is what is called: checkpoint(block, x), not block(x)")
     torch_options = {name: kwargs.pop(name) for name in TORCH_OPTIONS if name in kwargs}
     if torch.compiler.is_compiling():
         result: Result = _torch_checkpoint(function, args, kwargs, torch_options)

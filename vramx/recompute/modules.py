@@ -139,7 +139,7 @@ def _matches(model: nn.Module, where: Where) -> list[nn.Module]:
     predicate: Any = where
     if isinstance(where, (type, tuple)):
         predicate = functools.partial(_is_instance, where)
-    elif not callable(where):
+    elif not callable(where) or isinstance(where, nn.Module):
         raise refused(
             "where",
             where,
