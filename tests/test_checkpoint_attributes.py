@@ -149,7 +149,14 @@ class Trimmed(Node):
         return {name: value for name, value in vars(self).items() if name != "before"}
 
 
-@pytest.mark.parametrize("kind", [Made, Trimmed])
+class Restored(Node):
+    """One that does more than to be filled where it is unpickled, as an optimizer of torch does."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise AssertionError("nothing is unpickled")
+
+
+@pytest.mark.parametrize("kind", [Made, Trimmed, Restored])
 @pytest.mark.parametrize("counts", [False, True])
 def test_objects_that_are_copied_otherwise_are_found_whole(kind: type[Node], counts: bool) -> None:
     """A graph of them is followed by identity, and what a call adds to it is there once."""

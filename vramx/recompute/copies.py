@@ -288,6 +288,9 @@ def _refill(value: Any, parts: dict[Any, Any]) -> None:
 def another_of(value: Any) -> Any:
     """Return another object that holds the same; itself where there is only the one."""
     try:
+        if _is_restored(type(value)):
+            is_a_name = isinstance(value.__reduce_ex__(_PROTOCOL), str)
+            return value if is_a_name else _filled(object.__new__(type(value)), value)
         made = copy.copy(value)
     except Exception:  # a lock, a file, a connection: there is only the one
         return value
@@ -300,5 +303,19 @@ def another_of(value: Any) -> Any:
         made = object.__new__(type(value))
     except TypeError:  # it is a container
         return value
+    return _filled(made, value)
+
+
+_PROTOCOL = 4  # of pickle, which copy.copy() asks for
+
+
+def _is_restored(cls: Any) -> bool:
+    """Tell whether copy.copy() would run code of a class on the copy, which may do more than fill
+    it: an optimizer puts the hooks of all optimizers around its step."""
+    is_plain = cls.__new__ is object.__new__ and not hasattr(cls, "__copy__")
+    return is_plain and hasattr(cls, "__setstate__")
+
+
+def _filled(made: Any, value: Any) -> Any:
     _refill(made, _parts(value))
     return made
