@@ -54,7 +54,8 @@ LEFT_EMPTY = (
 )
 CHECKPOINTED = (
     "blocks are checkpointed by the model: each is computed twice, and nothing is packed in them; "
-    "model.gradient_checkpointing_disable() leaves to vramx what is kept"
+    "call model.gradient_checkpointing_disable(), and optimize(model, level='recompute_all') to "
+    "keep as little as checkpoints do"
 )
 
 
