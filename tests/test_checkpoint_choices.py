@@ -411,6 +411,47 @@ def test_what_is_gated_before_a_norm_is_kept_exactly(name: str, packs: Packs) ->
     torch.testing.assert_close(found, gradient(block), rtol=0, atol=0)
 
 
+# Positions, which are large, and features beside them.
+APART_IN_ROWS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "sizes": lambda x: x.split((8, 40), -1),
+    "slices": lambda x: (x[..., :8], x[..., 8:]),
+    "columns": lambda x: (
+        x.index_select(-1, torch.arange(8)),
+        x.index_select(-1, torch.arange(8, 48)),
+    ),
+    "of a view": lambda x: x.view(4, 16, 48).split((8, 40), -1),
+}
+
+
+@pytest.mark.parametrize("name", APART_IN_ROWS)
+def test_what_is_taken_apart_within_rows_is_kept_exactly(name: str, packs: Packs) -> None:
+    x = (torch.randn(64, 48) * torch.cat((torch.full((8,), 1e4), torch.ones(40)))).requires_grad_()
+    mixed = torch.linspace(0, 9, 40 * 16).sin().view(40, 16)
+
+    def block(x: Tensor) -> Tensor:
+        positions, features = APART_IN_ROWS[name](x)
+        return F.normalize(positions, dim=-1).sum(-1, keepdim=True) * (features.square() @ mixed)
+
+    def gradient(call: Callable[..., Tensor]) -> Tensor:
+        y = call(x * 1)
+        return torch.autograd.grad(y, x, torch.ones_like(y).cumsum(0).cos())[0]
+
+    found = gradient(lambda x: vramx.checkpoint(block, x, level=SMALL))
+    assert packs.sizes == []
+    torch.testing.assert_close(found, gradient(block), rtol=0, atol=0)
+
+
+def test_parts_of_whole_groups_are_packed(packs: Packs) -> None:
+    x = torch.randn(16, 384).requires_grad_()
+
+    def block(x: Tensor) -> Tensor:
+        first, rest = x.split((128, 256), -1)
+        return first.square().mean() * bent(rest)
+
+    vramx.checkpoint(block, x * 1, level=SMALL)
+    assert packs.sizes == [16 * 384]
+
+
 def test_a_square_by_hand_before_a_norm_is_packed_as_what_is_normalised(packs: Packs) -> None:
     gradient(
         lambda x: vramx.checkpoint(

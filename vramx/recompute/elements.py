@@ -21,6 +21,9 @@ So are inputs whose elements are taken from one another, or multiplied with one 
 length of what they give counts, as that of two atoms' difference or of what a gate lets through: it
 may be small beside both, and their errors are not.
 
+So are inputs of whose rows parts of several sizes are read apart, as features that were put beside
+positions: a part may be small beside its row, and counts in what reads it alone.
+
 Costs a look-up an operation while a region is watched; holds no tensor.
 """
 
@@ -34,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vramx.compression.policy.weights import is_any_weight
-from vramx.recompute.norms import NORMS
+from vramx.recompute.norms import NORMS, least_row
 from vramx.recompute.tensors import has_graph, storage_of
 
 _SATURATING = frozenset(
@@ -85,6 +88,11 @@ _TERMS = frozenset(
 _PHASES = frozenset({"aten::sin", "aten::cos"})
 # Products of matrices, by the position of their first factor.
 _CONTRACTIONS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+# Of parts of a tensor, by the position of the dimension, which is the first one by default. Parts
+# of one size, as split() and unbind() give them, are taken to be alike: halves of a rotation are.
+_PARTS = {"aten::slice": 1, "aten::select": 1, "aten::index_select": 1, "aten::split_with_sizes": 2}
+_STEP = 4  # its position in a slice
+_GROUP = 128  # elements of the codec's groups, unless their user says otherwise
 _FEW = 8  # elements, in whose sum errors do not cancel
 
 
@@ -137,6 +145,8 @@ class Elements:
         """Look at a call of the dispatcher."""
         if name in self._allowed:
             return
+        if name in _PARTS and _takes_apart(name, args, result):
+            self.exact |= self._memory.get(storage_of(args[0]), _NONE).read
         rough = self._roughness(name, self._of(args[0])) if name in _ROUGH else ""
         if rough:
             self._on_rough(rough)
@@ -234,6 +244,21 @@ class Elements:
             return _NONE
         found: _Elements | None = self._functions.get(x)
         return self._memory.get(storage_of(x), _NONE) if found is None else found
+
+
+def _takes_apart(name: str, args: tuple[Any, ...], result: Any) -> bool:
+    """Tell whether less than half of each row is read, whose groups have more of the row."""
+    x, at = args[0], _PARTS[name]
+    dim = args[at] if len(args) > at else 0
+    if x.layout is not strided or x.stride(dim) >= least_row(x.dim()):
+        return False
+    parts = result if isinstance(result, (list, tuple)) else (result,)
+    is_stepped = name == "aten::slice" and args[_STEP:] not in ((), (1,))
+    if is_stepped or not 0 < 2 * min(each.numel() for each in parts) < x.numel():
+        return False
+    row = x.shape[dim] * x.stride(dim)
+    lengths = [each.numel() * row // x.numel() for each in parts]
+    return any(number % _GROUP for number in (row, *lengths))
 
 
 def _is_made(x: Tensor) -> bool:

@@ -78,7 +78,7 @@ def of_rows(tensor: Tensor, group_size: int) -> Norm | None:
         True
     """
     size, stride = tuple(tensor.shape), tensor.stride()
-    dims, length, least = [], 1, _ROW if len(size) <= 3 else _ROW_OF_IMAGE
+    dims, length, least = [], 1, least_row(len(size))
     for dim in sorted(range(len(size)), key=lambda d: stride[d]):
         if length >= least:
             break
@@ -87,6 +87,11 @@ def of_rows(tensor: Tensor, group_size: int) -> Norm | None:
     if length % group_size == 0 or length == tensor.numel() or not _has_each_once(tensor):
         return None
     return Norm(size, stride, size, tuple(sorted(dims)))
+
+
+def least_row(dims: int) -> int:
+    """Return how many elements lie together in the least row that has statistics of its own."""
+    return _ROW if dims <= 3 else _ROW_OF_IMAGE
 
 
 class _View(NamedTuple):
