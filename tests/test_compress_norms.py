@@ -75,7 +75,7 @@ def test_rows_that_a_layer_reads_do_not_share_a_group(
     plans.plans_of.cache_clear()
     graph.hooks.cache_clear()
     if not decided:
-        monkeypatch.setattr(plans, "LEAST_OF_ROWS", 1 << 20)
+        monkeypatch.setattr(plans, "shared_row", lambda _: 0)
         monkeypatch.setattr(graph, "LEAST_OF_ROWS", 1 << 20)
     torch.manual_seed(0)
     region = BehindALayer()
@@ -92,6 +92,107 @@ def test_rows_that_a_layer_reads_do_not_share_a_group(
 
     near = worst_cosine([gradient(True)], [gradient(False)])
     assert near >= COSINE if decided else near < 0.99
+
+
+# What adds up rows, of which every second one is 300 times larger and counts for nothing.
+READERS: dict[str, Any] = {
+    "linear": lambda layer, x: layer(x),
+    "matmul": lambda layer, x: x @ layer.weight.t(),
+    "einsum": lambda layer, x: torch.einsum("...i,oi->...o", x, layer.weight),
+    "product": lambda layer, x: layer(x * x.sigmoid()),
+    "square": lambda layer, x: layer(x.square()),
+    "relu": lambda layer, x: layer(functional.relu(x)),
+    "gelu": lambda layer, x: layer(functional.gelu(x)),
+    "tanh": lambda layer, x: layer(torch.tanh(x / 300)),
+    "transposed": lambda layer, x: layer(x.transpose(0, 1).contiguous().transpose(0, 1)),
+    "of a part": lambda layer, x: layer(torch.cat([x, x], -1)[..., : x.shape[-1]]),
+}
+
+
+def beside_larger(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    x[..., 1::2, :] *= 300  # as what stands for padding
+    return x.to(dtype)
+
+
+def cosine_of_small_rows(read: Any, x: Tensor, **options: Any) -> float:
+    torch.manual_seed(1)
+    layer = nn.Linear(x.shape[-1], 8).to(x.dtype)
+    small = torch.arange(x.shape[-2]) % 2 == 0
+
+    def gradient(**options: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        with vramx.compress(**options):
+            y = read(layer, leaf * 1)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+        dy[..., ~small, :] = 0
+        return [*torch.autograd.grad(y, [layer.weight, leaf], dy)]
+
+    return worst_cosine(gradient(min_bytes=0, **options), gradient(min_bytes="1GiB"))
+
+
+@pytest.mark.parametrize("level", ["int8", "int4"])
+@pytest.mark.parametrize("width", [3, 8, 16, 24, 32, 48, 100, 300])
+@pytest.mark.parametrize("name", READERS)
+def test_rows_of_any_length_are_exact_beside_much_larger_ones(
+    name: str, width: int, level: str
+) -> None:
+    least = COSINE if level == "int8" else 0.95
+    x = beside_larger(16, 32, width)
+    assert cosine_of_small_rows(READERS[name], x, level=level) >= least
+
+
+@pytest.mark.parametrize("width", [8, 16, 24, 48, 100, 300])
+@pytest.mark.parametrize("name", ["linear", "matmul", "relu", "tanh"])
+def test_rows_that_lost_their_scale_are_found(name: str, width: int, monkeypatch: Any) -> None:
+    plans.plans_of.cache_clear()
+    monkeypatch.setattr(plans, "shared_row", lambda _: 0)
+    assert cosine_of_small_rows(READERS[name], beside_larger(16, 32, width)) < 0.9
+    plans.plans_of.cache_clear()
+
+
+def test_rows_are_packed_once_for_all_that_read_them() -> None:
+    """A row of 24 has a scale of four bytes, and a code and a part of a header for each element."""
+    x, layers = torch.randn(1024, 24, requires_grad=True), [nn.Linear(24, 24) for _ in range(3)]
+    with vramx.compress(min_bytes=0) as stats:
+        h = x * 1
+        made = [layer(h) for layer in layers] + [h * h, h @ layers[0].weight]
+    assert stats.packed.kept_bytes == 1024 * 24 * (1 + 6 / 128) + 1024 * 4
+    del made
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "is_kept"),
+    [
+        (7, torch.bfloat16, True),
+        (8, torch.bfloat16, False),
+        (3, torch.float32, True),
+        (4, torch.float32, False),
+        (1, torch.float32, True),
+    ],
+)
+def test_rows_are_kept_of_which_a_scale_leaves_too_little(
+    width: int, dtype: torch.dtype, is_kept: bool
+) -> None:
+    x = torch.randn(4096, width, dtype=dtype, requires_grad=True)
+    with vramx.compress(min_bytes=0) as stats:
+        y = nn.Linear(width, 8, dtype=dtype)(x * 1)
+    assert (stats.packed.tensors == 0) == is_kept
+    del y
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, 1e-40])
+def test_a_row_without_a_scale_of_its_own_costs_the_next_group_nothing(bad: float) -> None:
+    x = torch.randn(64, 24)
+    x[3] = bad
+    leaf = x.clone().requires_grad_()
+    with vramx.compress(min_bytes=0):
+        y = (leaf * 1).square()
+    (found,) = torch.autograd.grad(y.sum(), leaf)
+    assert bool(found[3].isnan().all()) == (not abs(bad) < 1)  # as in any group
+    assert worst_cosine([found[11:]], [2 * x[11:]]) >= COSINE
+    assert bad != 0 or found[3].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -23,6 +23,7 @@ from vramx.compression.codec import random
 from vramx.compression.codec.geometry import Geometry, can_spread, covered_bytes, describe, flat
 from vramx.compression.codec.mapping import Mapping
 from vramx.compression.codec.normalised import Normal, Waiting
+from vramx.compression.codec.rows import scaled
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
 from vramx.compression.fakes import PLAIN
@@ -239,6 +240,10 @@ class Session:
             random.renew_on_replay(tensor.device)
         elements = tensor if type(tensor) in PLAIN else tensor.detach()
         elements = elements if elements.is_contiguous() else flat(elements, plan.geometry)
+        beside_bytes = 0
+        if plan.row:
+            mapping = rows = scaled(elements, plan.row)
+            beside_bytes = rows.nbytes
         payload = self._codec.encode(elements, form, mapping)
-        self._stats.record(operation.name, "", plan.nbytes, payload.nbytes)
+        self._stats.record(operation.name, "", plan.nbytes, payload.nbytes + beside_bytes)
         return Holding(payload, self._codec, form)
