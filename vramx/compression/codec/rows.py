@@ -30,18 +30,27 @@ _LIMITS = torch.finfo(torch.float32)
 def shared_row(tensor: Tensor) -> int:
     """Return how many elements a row has that may share a group with another; 0: no rows do.
 
-    Those of the dimension next in memory, of a matrix or three dimensions: more are an image's.
+    Of a matrix or three dimensions: more are an image's.
+
+    Example:
+        >>> shared_row(torch.zeros(4, 6)), shared_row(torch.zeros(1, 6))
+        (6, 0)
+    """
+    return row_length(tensor) if 2 <= tensor.dim() <= 3 else 0
+
+
+def row_length(tensor: Tensor) -> int:
+    """Return how many elements a row has, those of the dimension next in memory; 0: it is one row.
+
     Of one element a dimension has no order; a matrix of one column has rows all the same.
 
     Example:
         >>> x = torch.zeros(4, 6)
-        >>> [shared_row(each) for each in (x, x.t(), x.unsqueeze(-1), x[:, :1], x[:1])]
+        >>> [row_length(each) for each in (x, x.t(), x.unsqueeze(-1), x[:, :1], x[:1])]
         [6, 6, 6, 1, 0]
     """
-    size, dims = tensor.shape, tensor.dim()
-    if not 2 <= dims <= 3:
-        return 0
-    if dims == 2 and size[1] == 1:
+    size = tensor.shape
+    if len(size) == 2 and size[1] == 1:
         return int(size[0] > 1)
     # One that is expanded is not in memory.
     moving = [n for n in zip(tensor.stride(), size, strict=True) if n[0] and n[1] > 1]
