@@ -16,12 +16,12 @@ from functools import partial
 
 import torch
 
-from vramx.compression import attention
+from vramx.compression import attention, differences
 from vramx.compression.attention import Result
 from vramx.compression.codec import codec as plain_codec
 from vramx.compression.codec import random
 from vramx.compression.codec.geometry import Geometry, can_spread, covered_bytes, describe, flat
-from vramx.compression.codec.mapping import Mapping
+from vramx.compression.codec.mapping import Angle, Mapping
 from vramx.compression.codec.normalised import Normal, Waiting
 from vramx.compression.codec.rows import scaled
 from vramx.compression.compiler import run_uncompiled
@@ -95,6 +95,8 @@ class Session:
         self._planner = planner = Planner(options, self._rules)
         self._codec = PlainCodec() if codec is None else codec
         self._table = _thread.table
+        # Not a method of this: the mode would hold what holds it.
+        mode.on_difference = partial(differences.keep, self._table, stats)
         self._keep = Keeper(stats, self._rules, planner, self._table).keep
         self._devices: set[int] = set()  # that noise was drawn on
 
@@ -204,6 +206,8 @@ class Session:
             else:
                 holding = self._encode(tensor, operation, plan, mapping)
             self._table.add(key, storage, holding)
+            if isinstance(mapping, Angle):
+                differences.note(tensor, holding, self._table)
             if serves_all:
                 # Whoever reads the same as it is, without a norm or a power, is served by it too.
                 self._table.offer((plain, *key[1:]), storage, holding)
