@@ -59,27 +59,30 @@ def uneven(rows: int, *shape: int) -> Tensor:
 class BehindALayer(nn.Module):
     """Rows of different scale go through a layer without a bias, and a norm makes them alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.layer, self.norm = nn.Linear(96, 96, bias=False), nn.LayerNorm(96, eps=1e-12)
+        self.layer = nn.Linear(width, width, bias=False)
+        self.norm = nn.LayerNorm(width, eps=1e-12)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.layer(x * functional.silu(x)))
 
 
 @pytest.mark.parametrize("decided", [True, False], ids=["decided", "not decided"])
+@pytest.mark.parametrize("width", [16, 24, 96, 100])
 @pytest.mark.parametrize("way", ["hooks", in_graph])
 def test_rows_that_a_layer_reads_do_not_share_a_group(
-    way: str, decided: bool, monkeypatch: pytest.MonkeyPatch
+    way: str, width: int, decided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans.plans_of.cache_clear()
     graph.hooks.cache_clear()
     if not decided:
         monkeypatch.setattr(plans, "shared_row", lambda _: 0)
         monkeypatch.setattr(graph, "LEAST_OF_ROWS", 1 << 20)
+        monkeypatch.setattr(graph, "_share_groups", lambda *_: False)
     torch.manual_seed(0)
-    region = BehindALayer()
-    x = torch.randn(4, 17, 96) * torch.logspace(-2, 0, 17)[torch.randperm(17)].unsqueeze(1)
+    region = BehindALayer(width)
+    x = torch.randn(4, 17, width) * torch.logspace(-2, 0, 17)[torch.randperm(17)].unsqueeze(1)
     dy = torch.randn(x.shape)
 
     def gradient(packed: bool) -> Tensor:

@@ -25,6 +25,7 @@ from vramx.kernels.launch import Function
 _LEAST_BYTES = 16
 _SCALE_BYTES = 4
 _LIMITS = torch.finfo(torch.float32)
+_FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
 def shared_row(tensor: Tensor) -> int:
@@ -92,6 +93,8 @@ class Scaled:
     def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         found = ROOT.back(numbers, torch.float32)
         self._rows(found).mul_(self._usable().reciprocal_())
+        if dtype is torch.float16:  # as its kernel
+            found.clamp_(-_FLOAT16_MAX, _FLOAT16_MAX)
         return found.to(dtype)
 
     def _rows(self, elements: Tensor) -> Tensor:
