@@ -155,6 +155,63 @@ def test_rows_that_lost_their_scale_are_found(name: str, width: int, monkeypatch
     plans.plans_of.cache_clear()
 
 
+VIEWS: dict[str, Any] = {
+    "windows": lambda x: x.unfold(0, 24, 5),  # which overlap, and have no rows of their own
+    "parts of rows": lambda x: x[:960].view(40, 24)[:, :20],
+    "every second row": lambda x: x[:960].view(40, 24)[::2],
+    "expanded": lambda x: x[:48].view(2, 1, 24).expand(2, 9, 24),
+    "expanded columns": lambda x: x[:48].view(2, 24, 1).expand(2, 24, 9),
+    "in another order": lambda x: x[:960].view(4, 10, 24).transpose(0, 2),
+    "interleaved": lambda x: x.as_strided((10, 3, 24), (24, 7, 1)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_rows_of_any_view_come_back(name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1000, requires_grad=True)
+    view = VIEWS[name]
+    layer = nn.Linear(view(x).shape[-1], 8)
+
+    def gradient(**options: Any) -> list[Tensor]:
+        with vramx.compress(**options):
+            y, z = layer(view(x * 1)), view(x * 1) * view(x * 2)
+        return [*torch.autograd.grad(y.square().sum() + z.sum(), [x, layer.weight])]
+
+    assert worst_cosine(gradient(min_bytes=0), gradient(min_bytes="1GiB")) >= COSINE
+
+
+def cosine_of_small_pixels(channels: int, kernel: int = 1) -> float:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(channels, 8, n, padding="same") for n in (3, kernel)]
+    x = torch.randn(4, 8, 8, channels)
+    x[:, :, 1::2] *= 300
+    dy = torch.randn(4, 8, 8, 8)
+    dy[:, :, :, 1::2] = 0
+
+    def gradient(**options: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        with vramx.compress(**options):
+            y = [layer((leaf * 1).permute(0, 3, 1, 2)) for layer in layers]
+        return [*torch.autograd.grad(y, [layers[1].weight], [torch.zeros_like(y[0]), dy])]
+
+    return worst_cosine(gradient(min_bytes=0), gradient(min_bytes="1GiB"))
+
+
+@pytest.mark.parametrize("channels", [3, 8, 24, 32, 96, 100])
+def test_pixels_are_rows_of_a_convolution_with_a_kernel_of_one(channels: int) -> None:
+    """One with a larger kernel reads their like before, and takes them for an image."""
+    assert cosine_of_small_pixels(channels) >= COSINE
+
+
+@pytest.mark.parametrize("channels", [8, 24, 32, 96, 100])
+def test_pixels_that_share_a_scale_are_found(channels: int, monkeypatch: Any) -> None:
+    plans.plans_of.cache_clear()
+    monkeypatch.setattr(plans, "pixel_length", lambda *_: 0)
+    assert cosine_of_small_pixels(channels) < 0.9
+    plans.plans_of.cache_clear()
+
+
 def test_rows_are_packed_once_for_all_that_read_them() -> None:
     """A row of 24 has a scale of four bytes, and a code and a part of a header for each element."""
     x, layers = torch.randn(1024, 24, requires_grad=True), [nn.Linear(24, 24) for _ in range(3)]

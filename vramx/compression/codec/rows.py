@@ -18,12 +18,15 @@ from torch import Tensor
 
 from vramx.compression import packs
 from vramx.compression.codec.roots import ROOT
+from vramx.compression.policy.calls import Operation
 from vramx.kernels.launch import Function
 
 # Bytes of a row's elements of which its scale is at most a quarter: beside the codes and headers of
 # bfloat16 half of what they leave.
 _LEAST_BYTES = 16
 _SCALE_BYTES = 4
+_MOST_OF_ROWS = 3  # dimensions
+CONVOLUTIONS = frozenset({"conv2d", "conv3d", "convolution"})
 _LIMITS = torch.finfo(torch.float32)
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 
@@ -31,13 +34,37 @@ _FLOAT16_MAX = torch.finfo(torch.float16).max
 def shared_row(tensor: Tensor) -> int:
     """Return how many elements a row has that may share a group with another; 0: no rows do.
 
-    Of a matrix or three dimensions: more are an image's.
+    Of a matrix or three dimensions: more are an image's, whose pixels are as large as each other.
 
     Example:
         >>> shared_row(torch.zeros(4, 6)), shared_row(torch.zeros(1, 6))
         (6, 0)
     """
-    return row_length(tensor) if 2 <= tensor.dim() <= 3 else 0
+    return row_length(tensor) if 2 <= tensor.dim() <= _MOST_OF_ROWS else 0
+
+
+def pixel_length(tensor: Tensor, operation: Operation) -> int:
+    """Return how many channels a pixel has that a layer of pixels reads where they lie together.
+
+    A convolution with a kernel of one is a linear layer, and pixels are its rows.
+
+    Example:
+        >>> x, weight = torch.zeros(2, 3, 4, 4), torch.zeros(8, 3, 1, 1)
+        >>> last = x.to(memory_format=torch.channels_last)
+        >>> [pixel_length(each, Operation("conv2d", (each, weight), {})) for each in (x, last)]
+        [0, 3]
+    """
+    if tensor.dim() <= _MOST_OF_ROWS or tensor.stride(1) != 1 or not is_of_pixels(operation):
+        return 0
+    return int(tensor.shape[1])
+
+
+def is_of_pixels(operation: Operation) -> bool:
+    """Tell whether an operation is a convolution with a kernel of one."""
+    if operation.name not in CONVOLUTIONS or operation.custom:
+        return False
+    weight = operation.argument(1)
+    return weight is not None and all(n == 1 for n in weight.shape[2:])
 
 
 def row_length(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from vramx.compression.codec.geometry import Geometry, describe
+from vramx.compression.codec.geometry import Geometry, covered_elements, describe
 from vramx.compression.codec.mapping import (
     ANGLES,
     BOUNDED,
@@ -34,7 +34,7 @@ from vramx.compression.codec.roots import (
     is_power,
     is_product,
 )
-from vramx.compression.codec.rows import is_too_short, shared_row
+from vramx.compression.codec.rows import is_too_short, pixel_length, shared_row
 from vramx.compression.config import (
     GROUP_SIZES,
     LEAST_OF_ROWS,
@@ -148,7 +148,7 @@ class Plans:
             plan.kind, plan.serves_all = _kind_of(tensor, operation)
             plan.row = 0
             if choice.bits > MASK_BITS and not choice.most and _sums_rows(tensor, operation):
-                plan.row = _row(tensor, plan.format.group_size)
+                plan.row = _row(tensor, operation, plan.format.group_size)
             if plan.row:
                 plan.kind, plan.serves_all = ("rows", plan.row), True
         return plan
@@ -230,9 +230,11 @@ def _most_of_rows(tensor: torch.Tensor) -> int:
     return most if LEAST_OF_ROWS <= most < GROUP_SIZES[-1] else 0
 
 
-def _row(tensor: torch.Tensor, group_size: int) -> int:
+def _row(tensor: torch.Tensor, operation: Operation, group_size: int) -> int:
     """Return the length of rows that groups would have parts of several of; 0: they would not."""
-    length = shared_row(tensor)
+    length = shared_row(tensor) or pixel_length(tensor, operation)
+    if describe(tensor).span != covered_elements(tensor):  # windows, which overlap
+        return 0
     return 0 if length % group_size == 0 or is_too_short(tensor, length) else length
 
 

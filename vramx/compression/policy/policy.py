@@ -31,7 +31,7 @@ from vramx.compression.codec.roots import (
     graph_of_factor,
     is_of_decades,
 )
-from vramx.compression.codec.rows import is_too_short, shared_row
+from vramx.compression.codec.rows import is_too_short, pixel_length, shared_row
 from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
 from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.policy import third_party
@@ -392,7 +392,9 @@ def _is_untold_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
 
 def _has_short_rows(tensor: torch.Tensor, operation: Operation) -> bool:
     """Tell whether what may add up rows reads some of so few elements that none has a scale."""
-    length = shared_row(tensor) if operation.name in ROW_SUMS else 0
+    if operation.name not in ROW_SUMS:
+        return False
+    length = shared_row(tensor) or pixel_length(tensor, operation)
     return length > 0 and is_too_short(tensor, length)
 
 
