@@ -27,7 +27,7 @@ FORMATS = {
     "groups of 32": Compression(group_size=32),
     "exact": EXACT,
 }
-SHAPES = [(33, 128), (5, 77), (3,)]
+SHAPES = [(33, 128), (5, 80), (1, 1, 5, 77), (3,)]
 
 
 def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -61,7 +61,7 @@ def worst_cosine(norm: nn.Module, x: Tensor, region: Any = None, level: Any = SM
 def leave_out(monkeypatch: pytest.MonkeyPatch, *parts: tuple[Any, str]) -> None:
     """Plant a defect: these functions find nothing."""
     for owner, name in parts:
-        monkeypatch.setattr(owner, name, lambda *_: None)
+        monkeypatch.setattr(owner, name, lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["planes", "channels last"])
@@ -216,21 +216,49 @@ def test_a_mean_or_a_norm_of_a_single_number_is_recomputed(norm: Any) -> None:
     torch.testing.assert_close(leaf.grad, expected, rtol=0.02, atol=0)
 
 
-@pytest.mark.parametrize("width", [16, 24, 48])
-def test_short_rows_beside_much_larger_ones_are_as_exact(width: int, monkeypatch: Any) -> None:
+# Every second place of these is 300 times larger, as what stands for padding, and counts for
+# nothing behind a layer of the last dimension. "channels last" is an image's layout in memory.
+LAYOUTS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "rows": lambda head, x: head(x),
+    "of four dimensions": lambda head, x: head(x.unflatten(0, (4, -1))).flatten(0, 1),
+    "channels last": lambda head, x: (
+        functional.conv2d(x.permute(0, 2, 1).unsqueeze(2), head.weight[:, :, None, None], head.bias)
+        .squeeze(2)
+        .permute(0, 2, 1)
+    ),
+}
+
+
+def small_rows(name: str, width: int, level: Any, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Return the gradient of a layer that reads rows of a width, in a checkpoint."""
     torch.manual_seed(0)
-    head, x = nn.Linear(width, 8), torch.randn(16, 16, width)
-    x[:, 1::2] *= 300  # as what stands for padding
+    head, x = nn.Linear(width, 8, dtype=dtype), torch.randn(16, 16, width)
+    x[:, 1::2] *= 300
+    shape = {"of four dimensions": (4, 4, 16), "channels last": (16, 1, 16)}.get(name, (16, 16))
+    given = (x.to(dtype).requires_grad_() * 1).view(*shape, width)
+    if name == "channels last":
+        given = given.permute(0, 3, 1, 2)
 
-    def gradient(region: Any) -> Tensors:
-        y = region(x.clone().requires_grad_() * 1)[:, ::2]
-        return torch.autograd.grad(y.square().sum(), [head.weight])
+    def region(given: Tensor) -> Tensor:
+        rows = given.permute(0, 2, 3, 1) if name == "channels last" else given
+        return LAYOUTS[name](head, rows.reshape(16, 16, width))
 
-    found = [worst(gradient(lambda x: vramx.checkpoint(head, x, level=SMALL)), gradient(head))]
-    leave_out(monkeypatch, (inputs, "of_rows"))
-    found.append(worst(gradient(lambda x: vramx.checkpoint(head, x, level=SMALL)), gradient(head)))
-    assert found[0] >= COSINE
-    assert found[1] < 0.9
+    y = vramx.checkpoint(region, given, level=level)[:, ::2]
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return torch.autograd.grad(y, [head.weight], dy)
+
+
+@pytest.mark.parametrize("width", [4, 8, 16, 24, 48, 100])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_short_rows_beside_much_larger_ones_are_as_exact(name: str, width: int) -> None:
+    assert worst(small_rows(name, width, SMALL), small_rows(name, width, "keep")) >= COSINE
+
+
+@pytest.mark.parametrize("width", [4, 8, 16, 24, 48, 100])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_short_rows_that_share_a_scale_are_found(name: str, width: int, monkeypatch: Any) -> None:
+    leave_out(monkeypatch, (inputs, "of_rows"), (inputs, "has_short_rows"))
+    assert worst(small_rows(name, width, SMALL), small_rows(name, width, "keep")) < 0.9
 
 
 def test_a_norm_goes_before_a_mean() -> None:
@@ -269,12 +297,13 @@ def test_a_fused_block_has_small_rows_as_exactly_as_large_ones(
     ("shape", "dims"),
     [
         ((4, 17, 96), (2,)),
-        ((4, 9, 3, 24), (2, 3)),  # of an image, in which 24 elements are too few for statistics
+        ((4, 9, 3, 24), (3,)),
         ((4, 9, 24), (2,)),
         ((9, 16), (1,)),
-        ((4, 9, 12), (1, 2)),
+        ((4, 9, 12), (2,)),
+        ((4, 9, 6), (1, 2)),
         ((4, 17, 128), None),  # groups have parts of one row alone
-        ((4, 8, 16, 16), None),
+        ((4, 8, 2, 128), None),
         ((5, 3), None),  # one row
         ((96,), None),
     ],
@@ -284,6 +313,29 @@ def test_rows_are_what_lies_together_and_shares_groups(
 ) -> None:
     found = norms.of_rows(torch.zeros(shape), 128)
     assert (found and found.dims) == dims
+
+
+@pytest.mark.parametrize(
+    ("region", "of_planes"),
+    [
+        (nn.Conv2d(24, 4, 3), True),
+        (nn.MaxPool2d(2), True),
+        (lambda x: functional.conv2d(x.contiguous(), torch.ones(4, 24, 1, 1)), True),
+        (lambda x: functional.interpolate(x, scale_factor=2), True),
+        (nn.Linear(40, 4), False),
+        (lambda x: functional.conv2d(x.permute(0, 3, 1, 2), torch.ones(4, 40, 1, 1)), False),
+    ],
+    ids=["conv", "pool", "conv of a copy", "interpolate", "linear", "conv of the last dimension"],
+)
+def test_places_of_an_image_that_lie_side_by_side_are_no_rows(region: Any, of_planes: bool) -> None:
+    """They are as large as each other, and a scale for each few would be much of what is kept."""
+    x = torch.randn(2, 24, 40, 40, requires_grad=True)
+    vramx.checkpoint(region, x * 1, level=SMALL)
+    (verdict,) = verdicts._seen.values()
+    assert (verdict.planes == {0}) == of_planes
+    found = norms.of_rows(torch.zeros(2, 24, 40, 40), 128, of_planes=of_planes)
+    assert found is not None
+    assert found.dims == ((2, 3) if of_planes else (3,))
 
 
 def test_each_of_several_inputs_has_its_own_norm() -> None:

@@ -19,6 +19,7 @@ import vramx
 from vramx.compression import lifetime
 from vramx.compression.codec import codec
 from vramx.compression.codec.codec import pack, unpack
+from vramx.compression.codec.rows import scaled
 from vramx.compression.config import MASK_FORMAT, Format
 from vramx.compression.hooks import compress
 from vramx.nn.linear import linears
@@ -119,6 +120,17 @@ def test_a_packed_buffer_is_recorded_where_another_stream_reads_it(
     monkeypatch.setattr(codec, "current_stream", lambda _tensor: 1)
     unpack(packed)
     assert recorded == {address(packed.buffer)}
+
+
+def test_scales_of_rows_are_recorded_where_another_stream_reads_them(
+    recorded: set[int], monkeypatch: Any
+) -> None:
+    x = torch.ones(64, 24)
+    mapping = scaled(x, 24)
+    packed = pack(x.view(-1), Format(), None, mapping)
+    monkeypatch.setattr(codec, "current_stream", lambda _tensor: 1)
+    unpack(packed)
+    assert recorded == {address(packed.buffer), address(mapping.function.rstd)}
 
 
 def test_what_a_fused_operation_shares_is_recorded_before_backward_reads_it(

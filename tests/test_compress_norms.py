@@ -59,27 +59,30 @@ def uneven(rows: int, *shape: int) -> Tensor:
 class BehindALayer(nn.Module):
     """Rows of different scale go through a layer without a bias, and a norm makes them alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.layer, self.norm = nn.Linear(96, 96, bias=False), nn.LayerNorm(96, eps=1e-12)
+        self.layer = nn.Linear(width, width, bias=False)
+        self.norm = nn.LayerNorm(width, eps=1e-12)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.layer(x * functional.silu(x)))
 
 
 @pytest.mark.parametrize("decided", [True, False], ids=["decided", "not decided"])
+@pytest.mark.parametrize("width", [16, 24, 96, 100])
 @pytest.mark.parametrize("way", ["hooks", in_graph])
 def test_rows_that_a_layer_reads_do_not_share_a_group(
-    way: str, decided: bool, monkeypatch: pytest.MonkeyPatch
+    way: str, width: int, decided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans.plans_of.cache_clear()
     graph.hooks.cache_clear()
     if not decided:
-        monkeypatch.setattr(plans, "LEAST_OF_ROWS", 1 << 20)
+        monkeypatch.setattr(plans, "shared_row", lambda _: 0)
         monkeypatch.setattr(graph, "LEAST_OF_ROWS", 1 << 20)
+        monkeypatch.setattr(graph, "_share_groups", lambda *_: False)
     torch.manual_seed(0)
-    region = BehindALayer()
-    x = torch.randn(4, 17, 96) * torch.logspace(-2, 0, 17)[torch.randperm(17)].unsqueeze(1)
+    region = BehindALayer(width)
+    x = torch.randn(4, 17, width) * torch.logspace(-2, 0, 17)[torch.randperm(17)].unsqueeze(1)
     dy = torch.randn(x.shape)
 
     def gradient(packed: bool) -> Tensor:
@@ -92,6 +95,164 @@ def test_rows_that_a_layer_reads_do_not_share_a_group(
 
     near = worst_cosine([gradient(True)], [gradient(False)])
     assert near >= COSINE if decided else near < 0.99
+
+
+# What adds up rows, of which every second one is 300 times larger and counts for nothing.
+READERS: dict[str, Any] = {
+    "linear": lambda layer, x: layer(x),
+    "matmul": lambda layer, x: x @ layer.weight.t(),
+    "einsum": lambda layer, x: torch.einsum("...i,oi->...o", x, layer.weight),
+    "product": lambda layer, x: layer(x * x.sigmoid()),
+    "square": lambda layer, x: layer(x.square()),
+    "relu": lambda layer, x: layer(functional.relu(x)),
+    "gelu": lambda layer, x: layer(functional.gelu(x)),
+    "tanh": lambda layer, x: layer(torch.tanh(x / 300)),
+    "transposed": lambda layer, x: layer(x.transpose(0, 1).contiguous().transpose(0, 1)),
+    "of a part": lambda layer, x: layer(torch.cat([x, x], -1)[..., : x.shape[-1]]),
+}
+
+
+def beside_larger(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    x[..., 1::2, :] *= 300  # as what stands for padding
+    return x.to(dtype)
+
+
+def cosine_of_small_rows(read: Any, x: Tensor, **options: Any) -> float:
+    torch.manual_seed(1)
+    layer = nn.Linear(x.shape[-1], 8).to(x.dtype)
+    small = torch.arange(x.shape[-2]) % 2 == 0
+
+    def gradient(**options: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        with vramx.compress(**options):
+            y = read(layer, leaf * 1)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+        dy[..., ~small, :] = 0
+        return [*torch.autograd.grad(y, [layer.weight, leaf], dy)]
+
+    return worst_cosine(gradient(min_bytes=0, **options), gradient(min_bytes="1GiB"))
+
+
+@pytest.mark.parametrize("level", ["int8", "int4"])
+@pytest.mark.parametrize("width", [3, 8, 16, 24, 32, 48, 100, 300])
+@pytest.mark.parametrize("name", READERS)
+def test_rows_of_any_length_are_exact_beside_much_larger_ones(
+    name: str, width: int, level: str
+) -> None:
+    least = COSINE if level == "int8" else 0.95
+    x = beside_larger(16, 32, width)
+    assert cosine_of_small_rows(READERS[name], x, level=level) >= least
+
+
+@pytest.mark.parametrize("width", [8, 16, 24, 48, 100, 300])
+@pytest.mark.parametrize("name", ["linear", "matmul", "relu", "tanh"])
+def test_rows_that_lost_their_scale_are_found(name: str, width: int, monkeypatch: Any) -> None:
+    plans.plans_of.cache_clear()
+    monkeypatch.setattr(plans, "shared_row", lambda _: 0)
+    assert cosine_of_small_rows(READERS[name], beside_larger(16, 32, width)) < 0.9
+    plans.plans_of.cache_clear()
+
+
+VIEWS: dict[str, Any] = {
+    "windows": lambda x: x.unfold(0, 24, 5),  # which overlap, and have no rows of their own
+    "parts of rows": lambda x: x[:960].view(40, 24)[:, :20],
+    "every second row": lambda x: x[:960].view(40, 24)[::2],
+    "expanded": lambda x: x[:48].view(2, 1, 24).expand(2, 9, 24),
+    "expanded columns": lambda x: x[:48].view(2, 24, 1).expand(2, 24, 9),
+    "in another order": lambda x: x[:960].view(4, 10, 24).transpose(0, 2),
+    "interleaved": lambda x: x.as_strided((10, 3, 24), (24, 7, 1)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_rows_of_any_view_come_back(name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1000, requires_grad=True)
+    view = VIEWS[name]
+    layer = nn.Linear(view(x).shape[-1], 8)
+
+    def gradient(**options: Any) -> list[Tensor]:
+        with vramx.compress(**options):
+            y, z = layer(view(x * 1)), view(x * 1) * view(x * 2)
+        return [*torch.autograd.grad(y.square().sum() + z.sum(), [x, layer.weight])]
+
+    assert worst_cosine(gradient(min_bytes=0), gradient(min_bytes="1GiB")) >= COSINE
+
+
+def cosine_of_small_pixels(channels: int, kernel: int = 1) -> float:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(channels, 8, n, padding="same") for n in (3, kernel)]
+    x = torch.randn(4, 8, 8, channels)
+    x[:, :, 1::2] *= 300
+    dy = torch.randn(4, 8, 8, 8)
+    dy[:, :, :, 1::2] = 0
+
+    def gradient(**options: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        with vramx.compress(**options):
+            y = [layer((leaf * 1).permute(0, 3, 1, 2)) for layer in layers]
+        return [*torch.autograd.grad(y, [layers[1].weight], [torch.zeros_like(y[0]), dy])]
+
+    return worst_cosine(gradient(min_bytes=0), gradient(min_bytes="1GiB"))
+
+
+@pytest.mark.parametrize("channels", [3, 8, 24, 32, 96, 100])
+def test_pixels_are_rows_of_a_convolution_with_a_kernel_of_one(channels: int) -> None:
+    """One with a larger kernel reads their like before, and takes them for an image."""
+    assert cosine_of_small_pixels(channels) >= COSINE
+
+
+@pytest.mark.parametrize("channels", [8, 24, 32, 96, 100])
+def test_pixels_that_share_a_scale_are_found(channels: int, monkeypatch: Any) -> None:
+    plans.plans_of.cache_clear()
+    monkeypatch.setattr(plans, "pixel_length", lambda *_: 0)
+    assert cosine_of_small_pixels(channels) < 0.9
+    plans.plans_of.cache_clear()
+
+
+def test_rows_are_packed_once_for_all_that_read_them() -> None:
+    """A row of 24 has a scale of four bytes, and a code and a part of a header for each element."""
+    x, layers = torch.randn(1024, 24, requires_grad=True), [nn.Linear(24, 24) for _ in range(3)]
+    with vramx.compress(min_bytes=0) as stats:
+        h = x * 1
+        made = [layer(h) for layer in layers] + [h * h, h @ layers[0].weight]
+    assert stats.packed.kept_bytes == 1024 * 24 * (1 + 6 / 128) + 1024 * 4
+    del made
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "is_kept"),
+    [
+        (7, torch.bfloat16, True),
+        (8, torch.bfloat16, False),
+        (3, torch.float32, True),
+        (4, torch.float32, False),
+        (1, torch.float32, True),
+    ],
+)
+def test_rows_are_kept_of_which_a_scale_leaves_too_little(
+    width: int, dtype: torch.dtype, is_kept: bool
+) -> None:
+    x = torch.randn(4096, width, dtype=dtype, requires_grad=True)
+    with vramx.compress(min_bytes=0) as stats:
+        y = nn.Linear(width, 8, dtype=dtype)(x * 1)
+    assert (stats.packed.tensors == 0) == is_kept
+    del y
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, 1e-40])
+def test_a_row_without_a_scale_of_its_own_costs_the_next_group_nothing(bad: float) -> None:
+    x = torch.randn(64, 24)
+    x[3] = bad
+    leaf = x.clone().requires_grad_()
+    with vramx.compress(min_bytes=0):
+        y = (leaf * 1).square()
+    (found,) = torch.autograd.grad(y.sum(), leaf)
+    assert bool(found[3].isnan().all()) == (not abs(bad) < 1)  # as in any group
+    assert worst_cosine([found[11:]], [2 * x[11:]]) >= COSINE
+    assert bad != 0 or found[3].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -6,7 +6,9 @@ bfloat16, or by 0.05 (a cosine of 0.9987).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,9 +19,11 @@ from torch.distributions import Categorical
 from torch.nn import functional
 
 import vramx
+from vramx.compression import differences
 from vramx.compression.codec import roots
 from vramx.compression.codec.mapping import BOUNDED, function_of
 from vramx.compression.policy import plans
+from vramx.compression.session import PlainCodec
 
 TIMES_BFLOAT16, NEAR = 3, 0.05
 MOSTLY_EXACT = 0.999  # what is left is the noise of other factors
@@ -200,6 +204,7 @@ def test_a_product_in_a_product_keeps_what_is_left_of_a_large_row() -> None:
 
 def test_a_large_row_that_costs_the_others_precision_is_found(monkeypatch: Any) -> None:
     monkeypatch.setattr(roots, "_SUMS", frozenset())
+    monkeypatch.setattr(plans, "_sums_rows", lambda *_: False)
     plans.plans_of.cache_clear()
     assert cosine_of_linear_attention() < 0.99
     plans.plans_of.cache_clear()
@@ -224,7 +229,32 @@ CHANCES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "normal": lambda x, mean, log: (
         _normal((x - mean + BIN) * (-log).exp()) - _normal((x - mean - BIN) * (-log).exp())
     ),
+    "logistic of one scale": lambda x, mean, log: (
+        torch.sigmoid(100 * (x - mean * log + BIN)) - torch.sigmoid(100 * (x - mean * log - BIN))
+    ),
+    "normal of one scale": lambda x, mean, log: (
+        _normal(100 * (x - mean * log + BIN)) - _normal(100 * (x - mean * log - BIN))
+    ),
+    "logistic of a scale that is multiplied by": lambda x, mean, log: _between(
+        torch.sigmoid, x - mean, functional.softplus(log)
+    ),
+    "normal of a scale that is multiplied by": lambda x, mean, log: _between(
+        _normal, x - mean, functional.softplus(log)
+    ),
+    "tanh of what is learnt": lambda x, mean, log: torch.sub(
+        torch.tanh(20 * (mean - log + BIN)), torch.tanh(20 * (mean - log - BIN))
+    ),
+    "neighbours": lambda x, mean, log: _neighbours(20 * (mean * log)),
 }
+
+
+def _between(function: Callable[[Tensor], Tensor], place: Tensor, scale: Tensor) -> Tensor:
+    return function((place + BIN) * scale) - function((place - BIN) * scale)
+
+
+def _neighbours(place: Tensor) -> Tensor:
+    ends = torch.sigmoid(place.unsqueeze(-1) - torch.linspace(-10, 10, 200))
+    return ends[..., :-1] - ends[..., 1:]
 
 
 @pytest.mark.parametrize("name", CHANCES)
@@ -251,6 +281,66 @@ def test_gates_and_written_out_gelus_are_packed_as_before() -> None:
         with vramx.compress(min_bytes=0) as stats:
             function(x @ weight)
         assert "policy" not in stats.kept
+
+
+@pytest.mark.parametrize("name", ["tanh of what is learnt", "neighbours"])
+def test_ends_that_are_packed_until_they_are_taken_from_one_another_are_found(
+    name: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(differences, "keep", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_slopes_that_are_taken_from_one_another_leave_the_right_gradient(name)
+
+
+def test_what_was_packed_of_two_ends_goes_when_they_are_kept() -> None:
+    x = torch.randn(64, 256, requires_grad=True)
+    with vramx.compress(min_bytes=0) as stats, recorded_payloads() as made:
+        ends = (x + 1).tanh(), (x - 1).tanh()
+        assert [each() is not None for each in made] == [True, True]
+        between = ends[0] - ends[1]
+        assert [each() is not None for each in made] == [False, False]
+    assert stats.kept_bytes == 2 * x.nbytes
+    (found,) = torch.autograd.grad(between.sum(), x)
+    y, z = (x.detach() + 1).tanh(), (x.detach() - 1).tanh()
+    torch.testing.assert_close(found, z * z - y * y)
+
+
+@contextlib.contextmanager
+def recorded_payloads() -> Iterator[list[weakref.ref[Any]]]:
+    """Give a list of what is packed."""
+    made: list[weakref.ref[Any]] = []
+    original = PlainCodec.encode
+
+    def encode(*arguments: Any) -> Any:
+        payload = original(*arguments)
+        made.append(weakref.ref(payload))
+        return payload
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlainCodec, "encode", encode)
+        yield made
+
+
+def test_a_result_that_is_taken_from_something_else_stays_packed() -> None:
+    x = torch.randn(64, 256, requires_grad=True)
+    with vramx.compress(min_bytes=0) as stats:
+        y = x.sigmoid()
+        made = 1 - y, y - x, x - y, y - 0.5, y - y.detach()
+    assert "policy" not in stats.kept
+    del made
+
+
+def test_a_result_that_was_written_to_is_not_kept() -> None:
+    """The graph has what was packed; torch would refuse, and so it did not depend on it."""
+    x = torch.randn(64, 256, requires_grad=True)
+    with vramx.compress(min_bytes=0):
+        y, z = x.sigmoid(), (x + 1).sigmoid()
+        y.mul_(2)
+        between = y - z
+    (found,) = torch.autograd.grad(between.sum(), x)
+    one, other = x.detach().sigmoid(), (x.detach() + 1).sigmoid()
+    expected = 2 * one * (1 - one) - other * (1 - other)
+    assert worst_cosine([found], [expected]) > 0.99
 
 
 def test_what_a_number_less_a_logarithm_multiplies_is_kept() -> None:

@@ -33,17 +33,21 @@ LIMITS = {
 LIMITS_OF_MAPS = {
     ("normal", "group"): (28.5, 18.5),
     ("normal", "split"): (33.5, 24.5),
+    ("scaled", "split"): (29.0, 22.5),
     ("root", "group"): (19.5, 12.5),
     ("tanh", "group"): (32.0, 25.0),
     ("sigmoid", "group"): (32.0, 25.0),
     ("within 6", "group"): (21.5, 12.5),
 }
+OF_EACH = [("normal", "each"), ("scaled", "each")]
 
 
 def of_plan(plan: launch.Plan, element: str, aligned: bool = True) -> MachineCode:
     constants: dict[str, Any] = dict(plan.constants)
     if constants.get("MAP", "normal") != "normal":
-        constants |= {"mean_ptr": None, "rstd_ptr": None}
+        constants["mean_ptr"] = None
+        if constants["MAP"] != "scaled":
+            constants["rstd_ptr"] = None
     types = {**TYPES, "x_ptr": element, "out_ptr": element}
     return compiled(
         plan.kernel, types, constants, plan.tile // THREADS,
@@ -105,7 +109,7 @@ def test_narrow_accesses_would_be_seen() -> None:
 @pytest.mark.parametrize(
     ("kind", "place", "element"),
     [
-        *((kind, place, "*bf16") for kind, place in [*LIMITS_OF_MAPS, ("normal", "each")]),
+        *((kind, place, "*bf16") for kind, place in [*LIMITS_OF_MAPS, *OF_EACH]),
         *(("normal", place, "*fp32") for place in ("split", "each")),
     ],
 )

@@ -18,6 +18,7 @@ from vramx.compression.codec import codec, reference, roots
 from vramx.compression.codec.geometry import describe, flat
 from vramx.compression.codec.mapping import ANGLES, SIGN, Within
 from vramx.compression.codec.normalised import Normal, Statistics
+from vramx.compression.codec.rows import scaled
 from vramx.compression.config import MASK_FORMAT, Format
 from vramx.kernels.launch import Function
 from vramx.kernels.layout import Layout
@@ -77,6 +78,25 @@ def test_packed_bytes_of_a_norm_equal_the_reference_and_come_back(
     decoded = reference.dequantize(expected, layout, torch.float32).view_as(x)
     numbers = decoded * decoded.abs().clamp(max=2)
     assert torch.equal(back.view_as(x), numbers * (1 / factor) + mean)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("length", [8, 24, 200, 256])
+@every_format
+def test_packed_bytes_of_rows_equal_the_reference_and_come_back(
+    name: str, length: int, rounding: str
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(21, length) * torch.logspace(-4, 4, 21)[:, None]
+    x[3], x[7, 2], x[11, 5] = 0.0, torch.nan, torch.inf
+    mapping, layout = scaled(x, length), layout_of(name, x.numel())
+    assert mapping.function is not None
+    packed = kernels.quantize_map(x.flatten(), layout, mapping.function, ROUNDINGS[rounding])
+    expected = reference_of(mapping.of(x.flatten()), layout, ROUNDINGS[rounding])
+    assert differences(packed, expected, layout) == 0
+    back = kernels.dequantize_map(packed, layout, mapping.function, torch.float32)
+    decoded = mapping.back(reference.dequantize(packed, layout, torch.float32), torch.float32)
+    assert torch.equal(back.nan_to_num(5), decoded.nan_to_num(5))
 
 
 def test_the_places_are_the_ones_that_are_meant() -> None:

@@ -22,7 +22,7 @@ from norm_tools import sample as normal
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-SMALL = (5, 77)
+SMALL = (1, 1, 5, 77)  # of four dimensions, whose groups have parts of several rows
 LINEAR = [(9, 77), (9,)]
 Call = tuple[str, list[Tensor], Tensor, dict[str, Any]]
 
@@ -58,9 +58,9 @@ CALLS = [
         for name, count in (("activation.gelu", 1), ("glu.swiglu", 2))
         for keep in FORMATS.values()
     ),
-    call_of("unit_linear.gelu_linear", [SMALL, *LINEAR], (5, 9)),
-    call_of("unit_linear.silu_linear", [SMALL, *LINEAR], (5, 9)),
-    call_of("unit_linear.glu_linear", [SMALL, SMALL, *LINEAR], (5, 9)),
+    call_of("unit_linear.gelu_linear", [SMALL, *LINEAR], (1, 1, 5, 9)),
+    call_of("unit_linear.silu_linear", [SMALL, *LINEAR], (1, 1, 5, 9)),
+    call_of("unit_linear.glu_linear", [SMALL, SMALL, *LINEAR], (1, 1, 5, 9)),
     *map(rotary_call, (512, 128, 64, 12, 2)),  # of 512, a program takes 2 blocks of heads
 ]
 

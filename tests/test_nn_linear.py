@@ -5,11 +5,12 @@ The input's gradient does not need what is kept and must be torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as functional
+from compress_tools import worst_cosine
 from norm_tools import (
     EXACT,
     INT4,
@@ -25,9 +26,11 @@ from torch import Tensor
 
 from vramx.compression.codec import random
 from vramx.compression.config import Compression
-from vramx.nn import Linear
+from vramx.nn import Linear, feed_forward, keeping
+from vramx.nn import linear as fused_linear
 from vramx.nn import reference_norm as reference
-from vramx.nn.functional import linear, linears, rms_norm
+from vramx.nn.feed_forward import TwoLinears, two_linears
+from vramx.nn.functional import gelu_linear, linear, linears, rms_norm, silu, swiglu
 
 HIDDEN, OUT = 128, (16, 8, 24)
 
@@ -185,3 +188,44 @@ def test_gradient_lies_in_memory_as_a_transposed_weight_does() -> None:
     x, weight = sample(4, 128), sample(128, 256, seed=1)
     (gradient,) = torch.autograd.grad(linear(x, weight.t(), keep=NEAREST).sum(), weight)
     assert gradient.is_contiguous()
+
+
+# Rows that are much larger than others, as of what stands for padding, cost these nothing.
+
+MAPS: dict[str, Callable[..., Tensor]] = {
+    "linear": lambda x, v, w, keep: linear(x, v, keep=keep),
+    "silu": lambda x, v, w, keep: silu(x @ v.t(), keep=keep),
+    "swiglu": lambda x, v, w, keep: swiglu(x @ v.t() / 100, x @ w.t(), keep=keep),
+    "gelu_linear": lambda x, v, w, keep: gelu_linear(x @ v.t(), w, keep=keep),
+    "two_linears": lambda x, v, w, keep: two_linears(
+        x, TwoLinears([v, w], [None, None], "gelu"), keep=keep
+    ),
+}
+
+
+def cosine_of_small_rows(name: str, width: int) -> float:
+    torch.manual_seed(0)
+    weights = [(torch.randn(width, width) / width**0.5).requires_grad_() for _ in range(2)]
+    x, dy = torch.randn(4, 32, width), torch.randn(4, 32, width)
+    x[:, 1::2] *= 300
+    dy[:, 1::2] = 0
+
+    def gradient(level: str) -> Sequence[Tensor]:
+        y = MAPS[name](x.clone().requires_grad_() * 1, *weights, Compression(level=level))
+        return torch.autograd.grad(y, weights, dy, allow_unused=True)
+
+    pairs = zip(gradient("int8"), gradient("keep"), strict=True)
+    return worst_cosine(*zip(*[pair for pair in pairs if pair[0] is not None], strict=True))
+
+
+@pytest.mark.parametrize("width", [24, 48, 96, 100, 192])
+@pytest.mark.parametrize("name", MAPS)
+def test_rows_of_any_length_are_exact_beside_much_larger_ones(name: str, width: int) -> None:
+    assert cosine_of_small_rows(name, width) >= 0.999
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_rows_that_share_groups_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (keeping, fused_linear, feed_forward):
+        monkeypatch.setattr(module, "in_rows", lambda spec, _: spec)
+    assert cosine_of_small_rows(name, 96) < 0.95

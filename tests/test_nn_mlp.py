@@ -254,7 +254,7 @@ def excess(
     Few inputs, that the bounds, which add up magnitudes, are not wide; float32's rounding of sums
     of at most 32 terms of order 1 has 1e-5.
     """
-    inputs, rows = 8, 32
+    inputs, rows = 16, 32
     x, scale = sample(rows, inputs, seed=seed), sample(inputs, seed=5)
     weights, _ = parameters(count, inputs, 4)
     incoming = sample(rows, inputs, seed=8).detach()

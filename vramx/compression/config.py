@@ -109,7 +109,8 @@ class Compression:
         level: "int8" or "int4": what is packed has 8 or 4 bits an element; "keep": nothing is
             packed, whatever the policy says, also within an enclosing compression.
         group_size: elements that share a scale, a power of two from 16 to 1024; None is 128 at int8
-            and 64 at int4. They are fewer, down to 32, where rows of a matrix would share groups.
+            and 64 at int4. They are fewer, down to 32, where rows of a matrix would share groups;
+            rows of other lengths, no multiple of 32, have a scale each.
         rounding: "stochastic" is unbiased; "nearest" is faster and has half the largest error.
         symmetric: None is True at int8 and False at int4, where symmetric codes can make a training
             run unstable.

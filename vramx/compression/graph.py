@@ -28,6 +28,7 @@ from torch import Tensor, fx
 
 from vramx.compression.asked import options_of
 from vramx.compression.codec import random, reference
+from vramx.compression.codec.rows import is_too_short
 from vramx.compression.config import LEAST_OF_ROWS, Compression, Format
 from vramx.compression.policy.graph_policy import (
     is_exact,
@@ -55,6 +56,7 @@ _SMALLEST_GROUP = 16
 _MOST_ELEMENTS = (1 << 31) - 1  # that the noise has numbers for
 # lowbias32 of Chris Wellons, "Prospecting for hash functions", 2018; as signed numbers.
 _FACTORS = (0x7FEB352D, 0x846CA68B - (1 << 32))
+_LIMITS = torch.finfo(torch.float32)
 _GOLDEN = 0x9E3779B1 - (1 << 32)
 
 
@@ -154,6 +156,10 @@ def decode(
     else:
         x = q.to(torch.float32) * (header << 16).view(torch.float32)[:, None]
         x = x + (header & reference._UPPER_HALF).view(torch.float32)[:, None]
+    return _in(dtype, x)
+
+
+def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
     if dtype == torch.float16:
         x = x.clamp(-reference._FLOAT16_MAX, reference._FLOAT16_MAX)
     return x.to(dtype)
@@ -177,6 +183,10 @@ class _Hooks:
             return tensor
         order = _dense_order(tensor)
         dims = tensor.permute(order)
+        factors: tuple[Tensor, ...] = ()
+        if _share_groups(tensor, order[-1], form.group_size):
+            factors = (_factors(dims),)
+            dims = _roots(dims.to(torch.float32) * factors[0])
         key = None
         if form.rounding == "stochastic":
             key = noise_key(next(self._slots), tensor.device)
@@ -184,15 +194,19 @@ class _Hooks:
         # Constants become part of the graphs; an object of ours could not.
         stored = (form.bits, form.group_size, form.symmetric)
         sizes, places = _distinct(dims.shape)
-        return codes, header, outliers, stored, tensor.dtype, tuple(order), sizes, places
+        kind = tensor.dtype, tuple(order)
+        return codes, header, outliers, stored, kind, sizes, places, *factors
 
     @staticmethod
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        codes, header, outliers, stored, dtype, order, sizes, places = packed
+        codes, header, outliers, stored, (dtype, order), sizes, places, *factors = packed
         size = [sizes[place] for place in places]
-        dims = decode(codes, header, outliers, Format(*stored), dtype).view(size)
+        form = Format(*stored)
+        dims = decode(codes, header, outliers, form, torch.float32 if factors else dtype).view(size)
+        for each in factors:  # one, or none
+            dims = _in(dtype, dims * dims.abs() / each)
         back = [0] * len(order)
         for position, dim in enumerate(order):
             back[dim] = position
@@ -213,6 +227,10 @@ class _Hooks:
             group //= 2
         if not order or tensor.numel() % group or _is_exact_here():
             return None
+        if _share_groups(tensor, order[-1], group) and is_too_short(
+            tensor, tensor.shape[order[-1]]
+        ):
+            return None
         return Format(form.bits, group, form.symmetric, form.rounding)
 
 
@@ -220,6 +238,22 @@ def _is_too_large(group: int, tensor: Tensor, last: int) -> bool:
     """Tell whether groups do not fit, or have parts of two rows and need not."""
     row = tensor.shape[last] if 2 <= tensor.dim() <= 3 else group
     return bool(tensor.numel() % group or (row % LEAST_OF_ROWS == 0 and row % group))
+
+
+def _share_groups(tensor: Tensor, last: int, group: int) -> bool:
+    """Tell whether groups have parts of two rows of a matrix or of three dimensions."""
+    return 2 <= tensor.dim() <= 3 and bool(tensor.shape[last] % group)
+
+
+def _factors(rows: Tensor) -> Tensor:
+    """Return what rows are multiplied by, so that they share groups as they are: see rows.py."""
+    factors = rows.abs().amax(-1, keepdim=True).to(torch.float32).reciprocal()
+    usable = (factors >= _LIMITS.tiny) & (factors <= _LIMITS.max)
+    return torch.where(usable, factors, 1.0)
+
+
+def _roots(x: Tensor) -> Tensor:
+    return x.abs().sqrt().copysign(x)
 
 
 def _dense_order(tensor: Tensor) -> list[int]:

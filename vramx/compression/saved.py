@@ -104,6 +104,10 @@ class Holding:
         self.format = format
         self.users: list[weakref.ref[Restored]] = []
 
+    def keep(self, elements: torch.Tensor) -> None:
+        """Have the elements themselves in place of what was packed of them."""
+        self.payload, self.codec, self.format = Copy(elements, compact=True), None, None
+
     def others(self, user: Restored) -> list[Restored]:
         """Return the live users that may share a decoded copy with `user`."""
         if len(self.users) == 1:

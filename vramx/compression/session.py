@@ -16,13 +16,14 @@ from functools import partial
 
 import torch
 
-from vramx.compression import attention
+from vramx.compression import attention, differences
 from vramx.compression.attention import Result
 from vramx.compression.codec import codec as plain_codec
 from vramx.compression.codec import random
 from vramx.compression.codec.geometry import Geometry, can_spread, covered_bytes, describe, flat
-from vramx.compression.codec.mapping import Mapping
+from vramx.compression.codec.mapping import Angle, Mapping
 from vramx.compression.codec.normalised import Normal, Waiting
+from vramx.compression.codec.rows import scaled
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
 from vramx.compression.fakes import PLAIN
@@ -94,6 +95,8 @@ class Session:
         self._planner = planner = Planner(options, self._rules)
         self._codec = PlainCodec() if codec is None else codec
         self._table = _thread.table
+        # Not a method of this: the mode would hold what holds it.
+        mode.on_difference = partial(differences.keep, self._table, stats)
         self._keep = Keeper(stats, self._rules, planner, self._table).keep
         self._devices: set[int] = set()  # that noise was drawn on
 
@@ -203,6 +206,8 @@ class Session:
             else:
                 holding = self._encode(tensor, operation, plan, mapping)
             self._table.add(key, storage, holding)
+            if isinstance(mapping, Angle):
+                differences.note(tensor, holding, self._table)
             if serves_all:
                 # Whoever reads the same as it is, without a norm or a power, is served by it too.
                 self._table.offer((plain, *key[1:]), storage, holding)
@@ -239,6 +244,10 @@ class Session:
             random.renew_on_replay(tensor.device)
         elements = tensor if type(tensor) in PLAIN else tensor.detach()
         elements = elements if elements.is_contiguous() else flat(elements, plan.geometry)
+        beside_bytes = 0
+        if plan.row:
+            mapping = rows = scaled(elements, plan.row)
+            beside_bytes = rows.nbytes
         payload = self._codec.encode(elements, form, mapping)
-        self._stats.record(operation.name, "", plan.nbytes, payload.nbytes)
+        self._stats.record(operation.name, "", plan.nbytes, payload.nbytes + beside_bytes)
         return Holding(payload, self._codec, form)

@@ -93,12 +93,16 @@ def dequantize(buffer: Tensor, flat_out: Tensor, layout: Layout) -> None:
         ready.start((buffer, flat_out), layout.numel)
 
 
+_OF_STATISTICS = frozenset({"normal", "scaled"})
 # Functions whose results stand for what they are of.
 _UNCHANGED = frozenset({"within 6", "within 20"})
 
 
 class Function(NamedTuple):
-    """A function of mapped.py; of "normal" the statistics: element i has (i // inner) % period."""
+    """A function of mapped.py; of "normal" the statistics: element i has (i // inner) % period.
+
+    "scaled" has no mean.
+    """
 
     kind: str
     mean: Tensor | None = None  # float32 [period], contiguous
@@ -108,7 +112,7 @@ class Function(NamedTuple):
 
     def place(self, group_size: int) -> str:
         """Return how a group's statistics are found."""
-        if self.kind != "normal" or self.inner % group_size == 0:
+        if self.kind not in _OF_STATISTICS or self.inner % group_size == 0:
             return "group"
         return "split" if self.inner > group_size else "each"
 

@@ -6,6 +6,7 @@ functions, by MAP:
 
     normal    of n = (x - mean) * rstd, by the element's statistics, sign(n) max(sqrt(|n|), |n| / 2)
                                   back: y min(|y|, 2) / rstd + mean
+    scaled    of n = x * rstd, sign(n) sqrt(|n|)  back: y |y| / rstd
     root      sign(x) sqrt(|x|)         back: y |y|
     tanh      arcsin(x), in quarter turns         back: the sine
     sigmoid   arcsin(sqrt(x)), in quarter turns   back: the sine's square
@@ -40,7 +41,8 @@ def quantize_map_kernel(
 ):  # fmt: skip
     """Write the codes and headers of MAP of a flat tensor; a program owns one tile.
 
-    mean_ptr, rstd_ptr: fp32 [count]; None unless MAP is "normal". inner, count: int32, above 0.
+    mean_ptr, rstd_ptr: fp32 [count]; None unless MAP is "normal", but rstd_ptr if it is "scaled".
+    inner, count: int32, above 0.
     BITS: 8 or 4. Others as quantize_kernel's.
     """
     first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
@@ -75,7 +77,8 @@ def _quantize_tile(
             x = _between(x, low, high)
         else:
             x = _map(x, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, 0, GROUP)
-        if MASKED and MAP == "normal":  # repeated elements have got the statistics of others
+        # Repeated elements have got the statistics of others.
+        if MASKED and (MAP == "normal" or MAP == "scaled"):
             x = _within(x, left, ROWS, GROUP)
         pack_tile(
             x, buffer_ptr, seed_ptr, stream, numel, first, left,
@@ -92,7 +95,7 @@ def _quantize_tile(
             b = _map(
                 b, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, HALF, HALF
             )
-        if MASKED and MAP == "normal":
+        if MASKED and (MAP == "normal" or MAP == "scaled"):
             a, b = _halves_within(a, b, left, ROWS, GROUP)
         pack_halves(
             a, b, buffer_ptr, seed_ptr, stream, numel, first, left,
@@ -159,7 +162,12 @@ def _map(
         normal = (x - mean) * factor
         size = tl.abs(normal)
         return with_sign_of(tl.maximum(tl.sqrt(size), 0.5 * size), normal)
-    elif MAP == "root":  # noqa: RET505 - the compiler types what it sees: no dead return
+    elif MAP == "scaled":  # noqa: RET505 - the compiler types what it sees: no dead return
+        _, factor = _statistics(
+            rstd_ptr, rstd_ptr, inner, count, first, PLACE, GROUP, ROWS, START, WIDTH, False
+        )
+        return with_sign_of(tl.sqrt(tl.abs(x * factor)), x)
+    elif MAP == "root":
         return with_sign_of(tl.sqrt(tl.abs(x)), x)
     elif MAP == "tanh":
         return with_sign_of(arcsine(tl.abs(x)), x)
@@ -179,7 +187,12 @@ def _unmap(
             mean_ptr, rstd_ptr, inner, count, first, PLACE, GROUP, ROWS, START, WIDTH, True
         )
         return y * tl.minimum(tl.abs(y), 2.0) * factor + mean
-    elif MAP == "root":  # noqa: RET505 - the compiler types what it sees: no dead return
+    elif MAP == "scaled":  # noqa: RET505 - the compiler types what it sees: no dead return
+        _, factor = _statistics(
+            rstd_ptr, rstd_ptr, inner, count, first, PLACE, GROUP, ROWS, START, WIDTH, True
+        )
+        return y * tl.abs(y) * factor
+    elif MAP == "root":
         return y * tl.abs(y)
     elif MAP == "tanh":
         return with_sign_of(sine(tl.abs(y)), y)

@@ -25,7 +25,7 @@ from vramx.nn import arguments, linear
 from vramx.nn import reference_elementwise as reference
 from vramx.nn.activation import backward_pass, forward_pass
 from vramx.nn.differentiation import differentiable_gradients
-from vramx.nn.keeping import AS_IT_IS, empty_buffer, fields_of, spec_for
+from vramx.nn.keeping import AS_IT_IS, empty_buffer, fields_of, in_rows, spec_for
 from vramx.nn.mlp import check, kept_of
 from vramx.nn.norm import Normed
 from vramx.nn.norm_kept import output_again
@@ -84,9 +84,10 @@ def two_linears(
     inputs = [y, *weights, *[each for each in (*biases, scale) if each is not None]]
     learns = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
     kept = kept_of(x, y, inputs, keep)
-    form = spec_for(keep) if learns else AS_IT_IS
+    inner, outer = weights
+    form = in_rows(spec_for(keep), inner.shape[0]) if learns else AS_IT_IS
     inside, outside = arguments.residual_for(y, weights[-1], residual)
-    (inner, outer), (inner_bias, outer_bias) = weights, biases
+    inner_bias, outer_bias = biases
     result: Tensor = _two_linears(
         y, inner, inner_bias, outer, outer_bias, scale, inside, kind, list(form),
         *fields_of(kept), kept.dtype, list(kept.spec),

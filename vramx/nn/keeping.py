@@ -19,7 +19,7 @@ from torch import Tensor
 from vramx.compression import packs
 from vramx.compression.codec import random
 from vramx.compression.codec.codec import bytes_of, decoded, encoded, layout_of
-from vramx.compression.config import BITS, Compression, Format, format_of
+from vramx.compression.config import BITS, GROUP_SIZES, Compression, Format, format_of
 from vramx.errors import refused
 from vramx.kernels import elementwise_launch
 from vramx.kernels.layout import Layout
@@ -172,6 +172,25 @@ def spec_for(keep: Compression | None) -> Spec:
     return EXACTLY if passes.saves_are_brief() else spec
 
 
+def in_rows(spec: Spec, length: int) -> Spec:
+    """Return a spec in which no group has parts of two rows of a length; EXACTLY if none can be.
+
+    A row may be much larger than the next one, and a layer behind make both count alike.
+
+    Example:
+        >>> [in_rows(spec_of(None), length).group_size for length in (256, 192, 80, 100)]
+        [128, 64, 16, 0]
+    """
+    if spec.bits <= RAW or length % spec.group_size == 0:
+        return spec
+    group_size = spec.group_size
+    while length % group_size:
+        group_size //= 2
+    if group_size < GROUP_SIZES[0]:
+        return EXACTLY
+    return Spec(spec.bits, group_size, spec.symmetric, spec.stochastic, spec.order)
+
+
 def form_of(keep: Compression | None, *inputs: Tensor) -> list[int]:
     """Return how inputs are packed, for an operator; NOTHING: they are saved as they are.
 
@@ -180,6 +199,8 @@ def form_of(keep: Compression | None, *inputs: Tensor) -> list[int]:
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
         return list(AS_IT_IS)
     spec = spec_for(keep)
+    if 2 <= inputs[0].dim() <= 3:  # of more dimensions they are an image, or heads
+        spec = in_rows(spec, inputs[0].shape[-1])
     return list(AS_IT_IS) if spec.bits == RAW else list(spec)
 
 

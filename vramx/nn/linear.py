@@ -24,7 +24,16 @@ from vramx.errors import InvalidValueError
 from vramx.nn import arguments, passes
 from vramx.nn import sides as beside
 from vramx.nn.dropout import ALL_KEPT
-from vramx.nn.keeping import AS_IT_IS, NOTHING, RAW, Kept, fields_of, kept_tensor, spec_for
+from vramx.nn.keeping import (
+    AS_IT_IS,
+    NOTHING,
+    RAW,
+    Kept,
+    fields_of,
+    in_rows,
+    kept_tensor,
+    spec_for,
+)
 from vramx.nn.norm import Normed
 from vramx.nn.operators_linear import keep_operator, linears_operator
 from vramx.nn.products import cast
@@ -161,7 +170,7 @@ def _as_lists(weights: Sequence[Tensor], drawn: Sequence[Drawn], like: Tensor) -
 
 def keep_tensor(x: Tensor, keep: Compression | None) -> Kept | None:
     """Return what is kept of a tensor; None if it is to be kept as it is."""
-    spec = spec_for(keep)
+    spec = in_rows(spec_for(keep), x.shape[-1])
     if spec.bits == RAW:
         return None
     buffer, probe = keep_operator(x, list(spec))

@@ -92,6 +92,7 @@ _CONTRACTIONS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm
 # of one size, as split() and unbind() give them, are taken to be alike: halves of a rotation are.
 _PARTS = {"aten::slice": 1, "aten::select": 1, "aten::index_select": 1, "aten::split_with_sizes": 2}
 _STEP = 4  # its position in a slice
+_DIMS = 3  # the most of what has no planes
 _GROUP = 128  # elements of the codec's groups, unless their user says otherwise
 _FEW = 8  # elements, in whose sum errors do not cancel
 
@@ -250,7 +251,7 @@ def _takes_apart(name: str, args: tuple[Any, ...], result: Any) -> bool:
     """Tell whether less than half of each row is read, whose groups have more of the row."""
     x, at = args[0], _PARTS[name]
     dim = args[at] if len(args) > at else 0
-    if x.layout is not strided or x.stride(dim) >= least_row(x.dim()):
+    if x.layout is not strided or x.stride(dim) >= least_row(x, of_planes=x.dim() > _DIMS):
         return False
     parts = result if isinstance(result, (list, tuple)) else (result,)
     is_stepped = name == "aten::slice" and args[_STEP:] not in ((), (1,))

@@ -27,7 +27,7 @@ from vramx.compression.offload import offload
 from vramx.compression.policy.policy import SavePolicy
 from vramx.compression.saved import Reference
 from vramx.errors import ModifiedInPlaceError
-from vramx.recompute.norms import of_rows
+from vramx.recompute.norms import has_short_rows, of_rows
 from vramx.recompute.verdicts import Verdict
 
 
@@ -89,12 +89,30 @@ class _Slot:
         ):  # by the region; torch refuses it in backward, and so does this
             return
         outlive(tensor)
-        mapping: Mapping | None = ROOT if number in verdict.rooted else None
-        if compression is not None:
-            group_size = compression.format().group_size
-            norm = verdict.norms.get(number) or of_rows(tensor, group_size)
-            mapping = mapping if norm is None else norm.mapping(tensor)
+        mapping: Mapping | None = None
+        if compression is not None and _is_kept(tensor, number, verdict):
+            compression = None
+        elif compression is not None:
+            mapping = _mapping(tensor, number, verdict, compression.format().group_size)
+        if compression is None and share is None:
+            return
         self.held = _save(tensor, compression, share, mapping) or self.held
+
+
+def _is_kept(tensor: Tensor, number: int, verdict: Verdict) -> bool:
+    """Tell whether rows share groups and have no scale of their own: of planes, they may."""
+    alike = number in verdict.norms or number in verdict.planes
+    return not alike and has_short_rows(tensor)
+
+
+def _mapping(tensor: Tensor, number: int, verdict: Verdict, group_size: int) -> Mapping | None:
+    """Return what is packed in place of an input's elements; None: these."""
+    norm = verdict.norms.get(number)
+    if norm is None:
+        norm = of_rows(tensor, group_size, of_planes=number in verdict.planes)
+    if norm is not None:
+        return norm.mapping(tensor)
+    return ROOT if number in verdict.rooted else None
 
 
 Held = Reference | _Slot

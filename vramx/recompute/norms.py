@@ -22,6 +22,7 @@ from torch import Tensor, strided
 
 from vramx.compression.codec.geometry import describe
 from vramx.compression.codec.normalised import Normal, Statistics
+from vramx.compression.codec.rows import row_length
 from vramx.recompute.tensors import storage_of
 
 _ROWS = frozenset({"aten::native_layer_norm", "aten::_fused_rms_norm"})
@@ -39,10 +40,14 @@ _SUMS = _MEANS | {"aten::sum"}  # of squares
 _LENGTH = "aten::linalg_vector_norm"  # a root of such a sum
 _COPIES = frozenset({"aten::clone", "aten::_to_copy"})
 _POWERS = frozenset({"aten::square", "aten::pow", "aten::mul"})
+_FIRST_PLACE = 2  # dimension, behind samples and channels
 _GROUPS_AT = 6  # the position of their number among the arguments
-# Elements of a row that has statistics: 8 bytes of them are half a byte for each, and an eighth in
-# images, whose rows are pixels side by side.
-_ROW, _ROW_OF_IMAGE = 16, 64
+# Bytes of a row's elements of which its statistics, 8 bytes, are at most a quarter; in planes, as
+# images are, rows are pixels side by side: so many elements.
+_LEAST_BYTES, _ROW_OF_PLANE = 32, 64
+_ROW = 16  # of a square's sum
+# Parts of the names of operations that take dimensions behind the second as places side by side.
+_SPATIAL = ("conv", "pool", "upsample", "grid_sampler")
 _MEAN = 16  # that a mean which is written out is of: half a byte for each is worth it
 _SMALLEST = 1e-30  # variance of equal numbers
 
@@ -65,11 +70,11 @@ class Norm(NamedTuple):
         return Normal(Statistics(mean, rstd, self.split, tuple(mean.shape)), describe(seen))
 
 
-def of_rows(tensor: Tensor, group_size: int) -> Norm | None:
+def of_rows(tensor: Tensor, group_size: int, *, of_planes: bool = False) -> Norm | None:
     """Return a norm of each row of a tensor; None: groups have parts of one row alone.
 
-    A row is what lies together in memory along the last dimensions, of 16 elements at least, and
-    of 64 in an image.
+    A row is what lies together in memory along the last dimensions, of 32 bytes at least, and of
+    64 elements in planes, as images are.
 
     Example:
         >>> of_rows(torch.zeros(4, 17, 96), 128).dims
@@ -78,7 +83,7 @@ def of_rows(tensor: Tensor, group_size: int) -> Norm | None:
         True
     """
     size, stride = tuple(tensor.shape), tensor.stride()
-    dims, length, least = [], 1, least_row(len(size))
+    dims, length, least = [], 1, least_row(tensor, of_planes=of_planes)
     for dim in sorted(range(len(size)), key=lambda d: stride[d]):
         if length >= least:
             break
@@ -89,9 +94,19 @@ def of_rows(tensor: Tensor, group_size: int) -> Norm | None:
     return Norm(size, stride, size, tuple(sorted(dims)))
 
 
-def least_row(dims: int) -> int:
+def least_row(tensor: Tensor, *, of_planes: bool) -> int:
     """Return how many elements lie together in the least row that has statistics of its own."""
-    return _ROW if dims <= 3 else _ROW_OF_IMAGE
+    return _ROW_OF_PLANE if of_planes else _LEAST_BYTES // tensor.element_size()
+
+
+def has_short_rows(tensor: Tensor) -> bool:
+    """Tell whether statistics of each row would take as much as is gained, or more.
+
+    Example:
+        >>> [has_short_rows(torch.zeros(4, 9, n, dtype=torch.bfloat16)) for n in (15, 16)]
+        [True, False]
+    """
+    return 0 < row_length(tensor) * tensor.element_size() < _LEAST_BYTES
 
 
 class _View(NamedTuple):
@@ -108,12 +123,14 @@ class _View(NamedTuple):
 class Readers:
     """The first norm that reads each of some tensors, or a copy or cast of it, by number.
 
-    Where there is none, the first mean: it may be that of one which is written out.
+    Where there is none, the first mean: it may be that of one which is written out. `planes` are
+    those that a convolution, or a pool, reads as places that lie side by side in memory.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._norms: dict[int, Norm] = {}
         self._means: dict[int, Norm] = {}
+        self._planes: set[int] = set()
         # By storage: memory that is used again is taken for what it was, and costs no precision.
         self._views = {
             storage_of(x): _View(i, tuple(x.shape), x.stride(), is_copy=False)
@@ -126,16 +143,24 @@ class Readers:
     def found(self) -> dict[int, Norm]:
         return self._means | self._norms
 
+    @property
+    def planes(self) -> frozenset[int]:
+        return frozenset(self._planes)
+
     def look_at(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Look at a call of the dispatcher."""
         is_square = name in _POWERS and _is_square(name, args)
         is_copy, is_mean = is_square or name in _COPIES, name in _SUMS or name == _LENGTH
-        if not (is_copy or is_mean or name in _ROWS or name in _GROUPS or name in _CHANNELS):
+        is_norm, is_spatial = name in NORMS, any(part in name for part in _SPATIAL)
+        if not (is_copy or is_mean or is_norm or is_spatial):
             return
         view = self._view_of(args[0])
         if view is None or (view.is_square and not is_mean and not is_copy):
             return
-        if is_mean:
+        if is_spatial:
+            if _is_of_planes(view):
+                self._planes.add(view.number)
+        elif is_mean:
             self._note_mean(view, name, args)
         elif not is_copy:
             self._note(view, name, args)
@@ -179,6 +204,12 @@ class Readers:
             return
         if fits and _MEAN <= length < x.numel():
             self._means.setdefault(view.number, Norm(size, view.stride, size, dims))
+
+
+def _is_of_planes(view: _View) -> bool:
+    """Tell whether what is next in memory is another place, and not another channel."""
+    moving = [(step, dim) for dim, step in enumerate(view.stride) if view.size[dim] > 1]
+    return min(moving, default=(0, 0))[1] >= _FIRST_PLACE
 
 
 def _is_square(name: str, args: tuple[Any, ...]) -> bool:

@@ -135,7 +135,7 @@ class Region:
             with watch.running(), _steps_told():
                 result = self._function(*args, **kwargs)
             watch.look_at(result, leaves)
-            verdict = Verdict(watch.rough, watch.norms, watch.rooted, watch.exact, watch.excused)
+            verdict = watch.verdict
             verdicts.remember(self._key, self._function, verdict)
         else:
             result = self._function(*args, **kwargs)

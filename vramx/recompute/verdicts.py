@@ -34,13 +34,15 @@ _VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, 
 class Verdict(NamedTuple):
     """What a watched call showed: the operation that is not smooth, empty where all are; the norms
     that read its inputs, by the input's number; which inputs are packed as roots; which are kept
-    as they are; and whether operations were excused by where their arguments come from."""
+    as they are; whether operations were excused by where their arguments come from; and which
+    inputs are planes, as images are."""
 
     rough: str
     norms: Mapping[int, Norm] = MappingProxyType({})
     rooted: frozenset[int] = frozenset()
     exact: frozenset[int] = frozenset()
     excused: bool = False
+    planes: frozenset[int] = frozenset()
 
 
 _seen: OrderedDict[Hashable, Verdict] = OrderedDict()

@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vramx.patch.torch_functions import attention, called
 from vramx.recompute.buffers import Buffers
 from vramx.recompute.elements import Elements
-from vramx.recompute.norms import Norm, Readers
+from vramx.recompute.norms import Readers
 from vramx.recompute.origins import Origins
 from vramx.recompute.smooth import holds_floats, is_smooth, leaves_unfilled, name_of
 from vramx.recompute.structure import flatten
+from vramx.recompute.verdicts import Verdict
 
 # Ours; and what torch.library makes for an operator, which the dispatcher shows itself.
 _KNOWN_FUNCTIONS = ("_Rotation", "_Attach", "GeneratedBackwardFor_")
@@ -172,11 +173,11 @@ class _First:
 
 
 class Watch:
-    """What one run of a region showed: `rough` names the first operation that is not smooth.
+    """What one run of a region showed, as a verdict on it.
 
-    Those in `allowed` are, as their user says. `norms` read `inputs`, by number, functions of
-    elements those in `rooted`, and softmaxes those in `exact`. `excused`: an operation that is not
-    smooth does not read the inputs among `leaves`, or is part of a norm.
+    Operations in `allowed` are smooth, as their user says. Readers look at `inputs`, by number. An
+    operation that is not smooth is excused where it does not read the inputs among `leaves`, or is
+    part of a norm.
     """
 
     def __init__(
@@ -195,24 +196,12 @@ class Watch:
         self._origins = Origins(leaves)
 
     @property
-    def rough(self) -> str:
-        return self._first.name
-
-    @property
-    def norms(self) -> dict[int, Norm]:
-        return self._readers.found
-
-    @property
-    def rooted(self) -> frozenset[int]:
-        return self._elements.rooted
-
-    @property
-    def excused(self) -> bool:
-        return self._origins.excused
-
-    @property
-    def exact(self) -> frozenset[int]:
-        return self._elements.exact
+    def verdict(self) -> Verdict:
+        readers, elements = self._readers, self._elements
+        return Verdict(
+            self._first.name, readers.found, elements.rooted, elements.exact,
+            self._origins.excused, readers.planes,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -40,7 +40,7 @@ from vramx.compression.codec import random, reference
 from vramx.compression.codec.mapping import Mapping
 from vramx.compression.config import MASK_BITS, MASK_FORMAT, Format
 from vramx.compression.fakes import PLAIN
-from vramx.compression.lifetime import current_stream, outlive
+from vramx.compression.lifetime import current_stream, outlive_all
 from vramx.errors import InvalidValueError
 from vramx.kernels.layout import Layout
 
@@ -198,7 +198,9 @@ def unpack(packed: Packed, shape: tuple[Size, Size] | None = None) -> Tensor:
     """
     buffer = packed.buffer
     if packed.stream is None or packed.stream != current_stream(buffer):
-        outlive(buffer)  # backward reads it on another stream than the one that packed it
+        # Backward reads it on another stream than the one that packed it.
+        function = None if packed.mapping is None else packed.mapping.function
+        outlive_all((buffer, *(function or ())))
     return decoded(buffer, packed.numel, packed.dtype, packed.format, packed.mapping, shape)
 
 

@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vramx.compression.fakes import PLAIN
 from vramx.compression.policy.calls import Operation
 from vramx.kernels.launch import Function
 
@@ -94,6 +95,20 @@ ANGLES = {
         "sigmoid", lambda y: y.sqrt().asin(), lambda angle: angle.sin().square()
     ),
 }
+
+
+def is_angle(value: Any) -> bool:
+    """Tell whether a tensor is a result of tanh or sigmoid, or a view of one.
+
+    Example:
+        >>> x = torch.ones(2, 2, requires_grad=True)
+        >>> is_angle(x.tanh()[0]), is_angle(x), is_angle(1)
+        (True, False, False)
+    """
+    if type(value) not in PLAIN:
+        return False
+    base = value._base
+    return type((value if base is None else base).grad_fn).__name__ in ANGLES
 
 
 def function_of(tensor: Tensor, operation: Operation) -> str:

@@ -191,7 +191,8 @@ def is_logarithm(tensor: Tensor, operation: Operation) -> bool:
 
 
 def is_of_decades(operation: Operation) -> bool:
-    """Tell whether a sigmoid or a tanh is of a multiple of what spans decades, as an exponential.
+    """Tell whether a sigmoid or a tanh is of a multiple of what spans decades, as an exponential;
+    or of data less what a model makes of it.
 
     So are those of a bin's two ends, whose difference is the chance of what lies between: slopes
     that are nearly equal are divided by it, and the gradient is what is left of both. In mixtures
@@ -203,6 +204,8 @@ def is_of_decades(operation: Operation) -> bool:
         >>> ends = scale.exp() * (x - 1), (x + 1) / scale, 3 * (x + 1)
         >>> [is_of_decades(Operation("sigmoid", (end,), {})) for end in ends]
         [True, True, False]
+        >>> is_of_decades(Operation("sigmoid", (3 * (torch.ones(2) - x),), {}))
+        True
         >>> [is_of_decades(Operation("pow", (ends[0], power), {})) for power in (2, 3)]
         [False, True]
     """
@@ -215,6 +218,8 @@ def is_of_decades(operation: Operation) -> bool:
         for node in front:
             name = type(node).__name__
             if name in _DECADES or (name in _MAY_INVERT and _inverts(node)):
+                return True
+            if name == _DIFFERENCE and _is_of_data(node):
                 return True
             if name in _SCALED or name == "PowBackward0":
                 below += [each for each, _ in node.next_functions if each is not None]
@@ -244,6 +249,12 @@ def _decades_of(tensor: Tensor, *, alone: bool = False) -> str:
     return ""
 
 
+def _is_of_data(node: Any) -> bool:
+    """Tell whether a difference is what is left of a tensor without a gradient."""
+    (data, _), (other, _) = node.next_functions
+    return data is None and other is not None
+
+
 def _is_log_softmax(node: Any) -> bool:
     """Tell whether a difference is written as log-softmax: scores less their logsumexp."""
     node = node.next_functions[1][0]
@@ -266,11 +277,35 @@ def _changes_in_groups(other: Tensor, tensor: Tensor) -> bool:
     return -other.dim() <= at < 0 and other.shape[at] > 1 and other.stride(at) > 0
 
 
-def graph_of_factor(tensor: Tensor, operation: Operation) -> tuple[bool, bool, bool]:
+def is_of_data(tensor: Tensor) -> bool:
+    """Tell whether a tensor is data less what a model makes of it, and numbers at the most.
+
+    So is what a scale multiplies of the ends of a bin: is_of_decades() has the rest.
+
+    Example:
+        >>> x, mean = torch.ones(2), torch.ones(2, requires_grad=True)
+        >>> is_of_data(x - mean + 1), is_of_data(1 - mean)
+        (True, False)
+    """
+    node: Any = tensor.grad_fn
+    for _ in range(_WALK):
+        name = "" if node is None else node.name()
+        if name == _DIFFERENCE and _is_of_data(node):
+            return True
+        before = [] if name not in _SCALED else [n for n, _ in node.next_functions if n is not None]
+        if len(before) != 1:
+            return False
+        node = before[0]
+    return False
+
+
+def graph_of_factor(tensor: Tensor, operation: Operation) -> tuple[bool, bool, bool, bool]:
     """Return whether a factor is the power of a power, whether one of decades multiplies it, and
-    whether it is a logarithm."""
+    whether it is a logarithm, or another's and of data."""
     of_power = is_power(operation) and comes_of_power(tensor)
-    return of_power, multiplies_decades(tensor, operation), is_logarithm(tensor, operation)
+    of_data = operation.name in _PRODUCTS and not is_power(operation) and is_of_data(tensor)
+    decades, logarithm = multiplies_decades(tensor, operation), is_logarithm(tensor, operation)
+    return of_power, decades, logarithm, of_data
 
 
 class Root:

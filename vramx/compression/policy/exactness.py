@@ -31,19 +31,25 @@ NORMS = frozenset(
 # of its weight is the difference of its ends, which may be next to each other.
 # Products element by element, of tensors that may be expanded to each other.
 FACTORS = frozenset({"mul", "multiply", "addcmul"})
-PRODUCTS = FACTORS | frozenset(
+# The noise of dropout: zeros and one other number.
+_NOISE = frozenset(
     {
-        *("square", "matmul", "mm", "bmm", "mv", "dot"),
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "native_dropout"),
+        *("feature_dropout", "feature_alpha_dropout"),
+    }
+)
+# Products whose gradient adds up rows of a factor, or hands them on to what does.
+ROW_SUMS = FACTORS | frozenset(
+    {
+        *("square", "pow", "matmul", "mm", "bmm", "mv", "dot"),
         *("vdot", "inner", "outer", "ger", "addmm", "addmv", "addr", "addbmm", "baddbmm", "kron"),
         *("einsum", "tensordot", "chain_matmul", "cross", "linear", "bilinear", "embedding_bag"),
         *("linalg_matmul", "linalg_multi_dot", "linalg_vecdot", "linalg_cross", "grouped_mm"),
         *("sparse_mm", "spmm", "sparse_sampled_addmm", "conv_tbc", "convolution"),
         *(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)),
-        # The noise of dropout: zeros and one other number.
-        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "native_dropout"),
-        *("feature_dropout", "feature_alpha_dropout"),
     }
 )
+PRODUCTS = (ROW_SUMS | _NOISE) - {"pow"}  # which depends on its exponent
 # Their slopes change by about as much as their argument, or their result, where that is saved. Of
 # attention, policy says which of the tensors.
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "lstm_cell", "gru_cell", "rnn_tanh_cell"})

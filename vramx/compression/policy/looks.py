@@ -27,6 +27,7 @@ from vramx.compression.codec.roots import (
     is_of_products,
     is_power,
 )
+from vramx.compression.codec.rows import CONVOLUTIONS, is_of_pixels
 from vramx.compression.policy.calls import MAY_BE_COPY, Operation
 from vramx.compression.policy.exactness import FACTORS
 from vramx.compression.policy.weights import MAY_DERIVE, derives_from_parameter
@@ -93,6 +94,8 @@ def of_tensor(
         key = key, is_of_products(tensor, operation)
     if operation.name in SLOPES:
         key = key, is_of_decades(operation)
+    if operation.name in CONVOLUTIONS:
+        key = key, is_of_pixels(operation)
     return key, storage
 
 

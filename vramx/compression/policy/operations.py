@@ -21,6 +21,7 @@ import torch.nn.functional as functional
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
+from vramx.compression.codec.mapping import is_angle
 from vramx.compression.compiler import caller, skip_frames
 from vramx.compression.fakes import PLAIN
 from vramx.compression.policy import third_party
@@ -40,6 +41,8 @@ class OperationMode(TorchFunctionMode):
         self._call: tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]] | None = None
         # The call that is running, once it has saved something.
         self.operation: Operation | None = None
+        # Is told what a call takes from one another.
+        self.on_difference: Callable[[tuple[Any, ...]], None] | None = None
         self._made: WeakSet[torch.UntypedStorage] = WeakSet()
         # The last call of an autograd.Function that has no frame, by the number of its node.
         self._applied: tuple[int, Operation | None] = (-1, None)
@@ -70,7 +73,7 @@ class OperationMode(TorchFunctionMode):
         if of_subclass:
             return self._call_of_subclass(func, types, args, kwargs)
         if special:
-            note_call(func, (*args, *kwargs.values()))
+            self._note_special(special, func, (*args, *kwargs.values()) if kwargs else args)
         outer = self._call
         self._call = (func, args, kwargs)
         try:
@@ -89,6 +92,15 @@ class OperationMode(TorchFunctionMode):
         # What it was asked for is a tensor of the graph, which holds the mode through its hooks.
         self._applied = (-1, None)
         super().__exit__(*error)
+
+    def _note_special(
+        self, special: str, func: Callable[..., Any], values: tuple[Any, ...]
+    ) -> None:
+        if special != _DIFFERENCE:
+            note_call(func, values)
+        elif self.on_difference is not None and len(values) > 1 and is_angle(values[0]):
+            with torch._C.DisableTorchFunction():
+                self.on_difference(values)
 
     def _call_of_subclass(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -223,7 +235,9 @@ _OURS = f"{third_party.OURS}."
 _APPLY_CODE = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 # Functions that save nothing themselves, but call operations with policies of their own.
 _COMPOSITES = frozenset({functional.multi_head_attention_forward})
-_WRITES, _COMPOSITE = "writes", "composite"
+_WRITES, _COMPOSITE, _DIFFERENCE = "writes", "composite", "difference"
+# Not in place: that is an error of what has saved its result.
+_DIFFERENCES = frozenset({"sub", "subtract", "rsub", "__sub__"})
 
 
 @lru_cache(maxsize=2048)
@@ -231,7 +245,10 @@ def _special(func: Callable[..., Any]) -> str:
     """Return what is to be done for a call beside noting it; empty for almost all."""
     if func in _COMPOSITES:
         return _COMPOSITE
-    return _WRITES if may_write(func) else ""
+    if may_write(func):
+        return _WRITES
+    named = getattr(func, "__name__", "") in _DIFFERENCES
+    return _DIFFERENCE if named and not _library(func) else ""
 
 
 @lru_cache(maxsize=8)

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from vramx.compression.codec.geometry import Geometry, describe
+from vramx.compression.codec.geometry import Geometry, covered_elements, describe
 from vramx.compression.codec.mapping import (
     ANGLES,
     BOUNDED,
@@ -34,6 +34,7 @@ from vramx.compression.codec.roots import (
     is_power,
     is_product,
 )
+from vramx.compression.codec.rows import is_too_short, pixel_length, shared_row
 from vramx.compression.config import (
     GROUP_SIZES,
     LEAST_OF_ROWS,
@@ -44,6 +45,7 @@ from vramx.compression.config import (
 from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.policy import looks
 from vramx.compression.policy.calls import STRIDED, Operation
+from vramx.compression.policy.exactness import FACTORS, ROW_SUMS
 from vramx.compression.policy.policy import EXAMINED, OWNED, WHEREVER, Choice, SavePolicy
 
 # Kinds of calls, and of tensors in one; a program with more of them has sizes that never return.
@@ -66,6 +68,8 @@ class Plan:
         nbytes: how many bytes of memory they are. Both are of strided tensors only.
         format, number: how they are packed, and a number that equal formats share.
         mapping: what is packed in place of the elements; None: these.
+        row: how many elements have a scale of their own, which is packed in place of them as well;
+            0: no mapping of rows.
         kind: what tells that from others of the same elements; None: the elements are packed.
         serves_all: what is packed comes back near the elements wherever these lie.
         normalises: the call is a norm's, whose statistics tell at its end what is packed.
@@ -74,7 +78,7 @@ class Plan:
 
     __slots__ = (
         *("bits", "format", "geometry", "is_cast", "is_counted_only", "kind", "mapping"),
-        *("may_be_owned", "nbytes", "normalises", "number", "reason", "serves_all"),
+        *("may_be_owned", "nbytes", "normalises", "number", "reason", "row", "serves_all"),
     )
 
     geometry: Geometry
@@ -82,6 +86,7 @@ class Plan:
     format: Format
     number: int
     mapping: Mapping | None
+    row: int
     kind: Hashable | None
     serves_all: bool
     normalises: bool
@@ -141,6 +146,11 @@ class Plans:
             plan.normalises = is_norm and choice.bits > MASK_BITS
             plan.mapping = _mapping(tensor, operation, plan.format)
             plan.kind, plan.serves_all = _kind_of(tensor, operation)
+            plan.row = 0
+            if choice.bits > MASK_BITS and not choice.most and _sums_rows(tensor, operation):
+                plan.row = _row(tensor, operation, plan.format.group_size)
+            if plan.row:
+                plan.kind, plan.serves_all = ("rows", plan.row), True
         return plan
 
     def format(self, bits: int, most: int) -> tuple[Format, int]:
@@ -213,13 +223,28 @@ def _most_of_rows(tensor: torch.Tensor) -> int:
 
     A layer and a norm may follow, in which a small row counts as much as a large one. Whoever reads
     a tensor, its groups are the same, so that it is packed once. Of images, and of rows that could
-    have groups of too few elements only, groups have parts of several.
+    have groups of too few elements only, groups have parts of several: _row() has those rows.
     """
-    if not 2 <= tensor.dim() <= 3:
-        return 0
-    length = min(zip(tensor.stride(), tensor.shape, strict=True))[1]
+    length = shared_row(tensor)
     most = length & -length  # the largest power of two that divides it
-    return most if LEAST_OF_ROWS <= most < GROUP_SIZES[-1] and tensor.numel() > length else 0
+    return most if LEAST_OF_ROWS <= most < GROUP_SIZES[-1] else 0
+
+
+def _row(tensor: torch.Tensor, operation: Operation, group_size: int) -> int:
+    """Return the length of rows that groups would have parts of several of; 0: they would not."""
+    length = shared_row(tensor) or pixel_length(tensor, operation)
+    if describe(tensor).span != covered_elements(tensor):  # windows, which overlap
+        return 0
+    return 0 if length % group_size == 0 or is_too_short(tensor, length) else length
+
+
+def _sums_rows(tensor: torch.Tensor, operation: Operation) -> bool:
+    """Tell whether backward may add up rows of what an operation saves."""
+    if operation.custom:
+        return True
+    if operation.name in FACTORS:  # what has a result of tanh or sigmoid packed has it as angles
+        return type(tensor.grad_fn).__name__ not in ANGLES
+    return operation.name in ROW_SUMS
 
 
 def _mapping(tensor: torch.Tensor, operation: Operation, format: Format) -> Mapping | None:

@@ -31,6 +31,7 @@ from vramx.compression.codec.roots import (
     graph_of_factor,
     is_of_decades,
 )
+from vramx.compression.codec.rows import is_too_short, pixel_length, shared_row
 from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
 from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.policy import third_party
@@ -41,6 +42,7 @@ from vramx.compression.policy.exactness import (
     NORMS,
     PRODUCTS,
     RECURRENT,
+    ROW_SUMS,
     SIGN_ONLY,
     SIZE_ONLY,
     SMOOTH,
@@ -155,7 +157,7 @@ class SavePolicy:
             if operation is not None:
                 choice = self._plain.get(operation.name)
                 if choice is not None and not operation.custom and tensor.dtype != torch.bool:
-                    return choice
+                    return _KEPT[POLICY] if _has_short_rows(tensor, operation) else choice
             level = self._level(tensor, operation)
             if level is None:
                 return self._default(tensor, operation)
@@ -237,7 +239,7 @@ class SavePolicy:
             return self._norm(tensor, operation)
         if operation.name in RECURRENT and _is_of_kernel(tensor, operation):
             return _KEPT[POLICY]
-        exact = operation.needs_exact or is_result(tensor)
+        exact = operation.needs_exact or is_result(tensor) or _has_short_rows(tensor, operation)
         # A constant may be as far from even as a program likes: distances along a ray, whose last
         # one is 1e10, hide all others of a group.
         exact = exact or (operation.name in FACTORS and not tensor.requires_grad)
@@ -386,6 +388,14 @@ def _is_untold_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
         return False
     reduced = tensor.dim() < 2 or tensor.shape[-1] == 1
     return reduced or elements * _REDUCED_RATIO <= before
+
+
+def _has_short_rows(tensor: torch.Tensor, operation: Operation) -> bool:
+    """Tell whether what may add up rows reads some of so few elements that none has a scale."""
+    if operation.name not in ROW_SUMS:
+        return False
+    length = shared_row(tensor) or pixel_length(tensor, operation)
+    return length > 0 and is_too_short(tensor, length)
 
 
 def _refusal(tensor: torch.Tensor, operation: Operation | None, reason: str) -> str:
