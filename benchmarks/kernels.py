@@ -101,7 +101,7 @@ def codec_subjects() -> dict[str, Callable[[int], Subject]]:
         found[f"dequantize{bits}"] = partial(coding, bits=bits, decodes=True)
     for decodes in (False, True):
         found["unpack_mask" if decodes else "pack_mask"] = partial(masking, decodes=decodes)
-    for kind in ("normal", "root", "tanh"):
+    for kind in ("normal", "scaled", "root", "tanh"):
         found[f"quantize8_{kind}"] = partial(coding, kind=kind)
         found[f"dequantize8_{kind}"] = partial(coding, kind=kind, decodes=True)
     return found | {"quantize8_within": partial(coding, kind="within 6")}
@@ -113,10 +113,11 @@ def function_of(kind: str, layout: Layout) -> Function:
 
     from vramx.kernels.launch import Function
 
-    if kind != "normal":
+    if kind not in ("normal", "scaled"):
         return Function(kind)
     mean = torch.zeros(layout.numel // _ROW, device="cuda")
-    return Function(kind, mean, torch.ones_like(mean), _ROW, mean.numel())
+    given = mean if kind == "normal" else None
+    return Function(kind, given, torch.ones_like(mean), _ROW, mean.numel())
 
 
 def coding(

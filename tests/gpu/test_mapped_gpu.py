@@ -16,6 +16,7 @@ from vramx.compression.codec import codec, roots
 from vramx.compression.codec.geometry import describe
 from vramx.compression.codec.mapping import ANGLES, SIGN
 from vramx.compression.codec.normalised import Normal, Statistics
+from vramx.compression.codec.rows import scaled
 from vramx.compression.config import MASK_FORMAT, Format
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +67,23 @@ def test_functions_come_back(call: Callable[[Tensor], Tensor], mapping: codec.Ma
     back = codec.unpack(codec.pack(y, NEAREST, None, mapping))
     # The slope of each way back is at most 2, of angles in quarter turns pi / 2.
     assert (back - y).abs().max() <= 1 / 126 * (1 + 2**-7) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("length", [8, 24, 100, 200, 1000])
+def test_rows_come_back_each_in_its_own_scale(length: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (
+        torch.randn(1003, length, device="cuda")
+        * torch.logspace(-3, 3, 1003, device="cuda")[:, None]
+    )
+    x = x.to(dtype)
+    back = codec.unpack(codec.pack(x.view(-1), NEAREST, None, scaled(x, length))).view_as(x)
+    largest = x.float().abs().amax(1, keepdim=True)
+    # Of roots up to 1, of which a half step is 1 / 252 and the slope of the way back 2.
+    unit = torch.finfo(dtype).eps
+    off = (back.float() - x.float()).abs() / largest
+    assert off.max() <= 1 / 126 * (1 + 2**-7) + 1e-4 + unit
 
 
 def test_signs_come_back() -> None:
