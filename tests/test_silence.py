@@ -189,6 +189,16 @@ def test_module_that_learns_without_its_forward_is_told_of_once(how: str) -> Non
     assert "never called" in str(vramx.report(module))
 
 
+@pytest.mark.parametrize("how", ["instance", "class"])
+def test_module_whose_forward_only_generates_is_told_of(how: str) -> None:
+    """As by trainers of GRPO, which generate by its forward and learn by one of their own."""
+    module = decorated(how)
+    with torch.no_grad():
+        module(inputs())
+    with pytest.warns(VramxWarning, match="Trained has packed nothing"):
+        module.training_step(inputs()).backward()
+
+
 def test_module_that_learns_by_any_other_method_is_told_of() -> None:
     module = vramx.compressed_activations(Plain(), **OPTIONS)
     with pytest.warns(VramxWarning, match="Plain has packed nothing"):

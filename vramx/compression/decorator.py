@@ -90,12 +90,14 @@ class Packing(Change):
     def __init__(self, context: CompressionContext) -> None:
         self.context = context
         self.was_called = False
+        self.may_learn = False  # it was called where gradients are enabled
         self._handle: Any = None  # of the hook on a parameter
 
     def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         context = self.context
         context.enter(module)
         self.was_called = True
+        self.may_learn = self.may_learn or torch.is_grad_enabled()
         try:
             return forward(*args, **kwargs)
         finally:
@@ -122,7 +124,7 @@ class Packing(Change):
             is_predicted = isinstance(gradient, FakeTensor)  # in a step of copies
             if self is not None and module is not None and not is_predicted:
                 self.undone()
-                if not self.was_called:
+                if not self.may_learn:
                     _warn_of_no_call(type(module).__name__, is_replaced="forward" in vars(module))
 
         self._handle = None if first is None else first.register_hook(see)
@@ -147,7 +149,7 @@ class _Step(Change):
 
     def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
-        if not (self._packing.was_called or self._was_told) and torch.is_grad_enabled():
+        if not (self._packing.may_learn or self._was_told) and torch.is_grad_enabled():
             self._was_told = True
             _warn_of_no_call(type(module).__name__)
         return result
@@ -164,8 +166,8 @@ def _warn_of_no_call(name: str, *, is_replaced: bool = False) -> None:
         )
     else:
         why = (
-            "it learns, and its forward is never called. Decorate what is called: a part of it, "
-            f"its blocks, or the method ({_STEP}, say)"
+            "it learns, and its forward is never called with gradients. Decorate what is called: a "
+            f"part of it, its blocks, or the method ({_STEP}, say)"
         )
     warnings.warn(
         f"compressed_activations of {name} has packed nothing: {why}",
