@@ -24,6 +24,9 @@ _REGIONS = {
     "compiled": "{0}({1})",
     "compiled_graphs": "{0}({1})",
 }
+_OURS = frozenset(("checkpoint", "checkpoint_modules"))
+# torch's checkpoint moves them twice a step; around one of ours they move once.
+_OF_STATISTICS = frozenset(("channel_norm", "uneven_norm", "convolution_block", "weight_norm"))
 _BASES = {"decorated": "pieces.Decorated", "checkpoint_modules": "pieces.Recomputed"}
 
 
@@ -40,6 +43,8 @@ def region(kind: str) -> Step:
         inside = Value("x", h.width)
         w.remember(inside)
         names = [name for name in region_steps(compiled) if not w.names or name in w.names]
+        if w.kinds[-1] in _OURS and any(outer.startswith("torch_") for outer in w.kinds):
+            names = [each for each in names if each not in _OF_STATISTICS]
         for name in w.draw_names(names or ["linear"], 4):
             inside = take(w, inside, name)
         name = w.close(inside)
