@@ -217,6 +217,7 @@ def calls_in(tmp_path: Path) -> Counter[str]:
     return Counter(line.split()[0] for line in (tmp_path / "calls").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_a_program_and_its_spawned_child_are_hooked_once_each(tmp_path: Path, hook: Path) -> None:
     """Though they find the package twice: where it is installed, and on the path."""
     again = tmp_path / "site" / f"vramx-{vramx.__version__}.dist-info"
@@ -285,6 +286,7 @@ def test_importing_vramx_beside_torch_starts_the_watch(tmp_path: Path, is_instal
     assert done.stdout == "<string>:1 (<module>)\n", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["import vramx.errors", "import vramx"])
 def test_what_a_program_imported_before_torch_stays(tmp_path: Path, first: str) -> None:
     folder = entry_folder.make(Config(cache_dir=tmp_path / "cache"))

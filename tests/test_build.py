@@ -86,6 +86,7 @@ def answer(folder: Path) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_changed_header_rebuilds_what_includes_it_and_nothing_else(small_checkout: Path) -> None:
     first = build(small_checkout)
     assert first.returncode == 0, first.stderr

@@ -19,6 +19,7 @@ from vramx.memory.snapshot import Snapshot
 from vramx.memory.trace import Trace, load_trace
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("of_snapshot", [False, True], ids=["trace", "snapshot with its failure"])
 def test_plot_writes_a_png(

@@ -115,6 +115,7 @@ def test_eager_parts_between_graphs_compile_nothing_of_ours() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 @weights_are_seen
 @pytest.mark.parametrize("how", ["instance", "class", "whole"])
 def test_a_compressed_module_compiles_within(how: str) -> None:

@@ -52,6 +52,7 @@ def found_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_random_programs_find_the_plans_that_they_would_make(found_again: list[str]) -> None:
     found = search(60, 5)
 

@@ -94,6 +94,7 @@ def test_rounding_to_nearest_is_found_biased(bits: int) -> None:
     assert bias == pytest.approx(noise, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_bias_is_of_second_order_in_the_step(fewer_bits: Callable[[int], None]) -> None:
     """From 2 bits to 4 the step shrinks to a fifth, 3 / 15, and the bias to a twenty-fifth."""
     problems = [Problem("gelu") for _ in range(3)]

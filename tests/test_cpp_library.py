@@ -52,6 +52,7 @@ def run(*command: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
 def test_a_program_without_python_installs_the_allocator(tmp_path: Path) -> None:
     source, program = tmp_path / "program.cpp", tmp_path / "program"

@@ -137,6 +137,7 @@ def few_objects() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_that_fails_anywhere_leaves_the_next_as_it_was(way: str) -> None:

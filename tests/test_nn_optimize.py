@@ -137,6 +137,7 @@ def test_calls_that_do_not_train_go_the_original_way(how: str) -> None:
     assert calls == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_training_passes_without_gradients_compile_whole(mode: Any) -> None:
     model = optimised_copy(encoder())

@@ -109,6 +109,7 @@ def test_a_host_without_memory_keeps_everything_on_the_device_until_its_ticket_g
     stash.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [2, 64], ids=["window within a step", "step within the window"])
 def test_a_thousand_steps_hold_what_one_held(window: int, link: FakeLink) -> None:
     stash = stash_on(link, window_blocks=window)

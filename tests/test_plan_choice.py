@@ -119,6 +119,7 @@ def test_a_tensor_between_two_blocks_that_both_hold_counts_once() -> None:
     assert Timeline(places, [0] * 4).peak_bytes(("left",) * 3) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [0.0, 1.0])
 def test_eighty_blocks_of_eight_words_are_chosen_in_a_moment(host: float) -> None:
     draw = random.Random(1)

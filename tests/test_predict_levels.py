@@ -80,6 +80,7 @@ def test_noise_is_drawn_on_the_host_as_in_a_real_step(level: str) -> None:
     assert peak(step, device="cpu", steps=1) == measured_bytes(step, model, x, steps=1)
 
 
+@pytest.mark.slow
 def test_what_operators_take_within_is_counted_on_the_host() -> None:
     model, x = layers(), torch.zeros(8, 32, 64)
     vramx.optimize(model, "int8")

@@ -262,6 +262,7 @@ IN_GRAPHS: dict[str, tuple[Kind, list[tuple[Any, str, Any]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", IN_GRAPHS)
