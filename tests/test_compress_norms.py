@@ -82,7 +82,7 @@ def test_rows_that_a_layer_reads_do_not_share_a_group(
         monkeypatch.setattr(graph, "_share_groups", lambda *_: False)
     torch.manual_seed(0)
     region = BehindALayer(width)
-    x = torch.randn(4, 17, width) * torch.logspace(-2, 0, 17)[torch.randperm(17)].unsqueeze(1)
+    x = torch.randn(4, 17, width) * torch.logspace(-3, 0, 17)[torch.randperm(17)].unsqueeze(1)
     dy = torch.randn(x.shape)
 
     def gradient(packed: bool) -> Tensor:
