@@ -229,6 +229,24 @@ def test_what_a_region_has_changes_once_a_call(place: str, kind: str) -> None:
     check_near(*found, "keep")
 
 
+def test_a_generator_is_set_back_beside_what_is_too_large_to_copy() -> None:
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drawn = [numpy.random.default_rng(0)]
+            self.program = [[] for _ in range(20_000)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.drawn[0].random()).square()
+
+    x, found = torch.ones(4, WIDTH, requires_grad=True), []
+    for call in (plain, functools.partial(vramx.checkpoint, level="keep")):
+        module = Drawing()
+        found += [torch.autograd.grad(call(module, x * 1).sum(), x)[0] for _ in range(2)]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
 # As in a notebook, whose functions stay while its names come and change.
 NOTEBOOK = """
 from torch import nn

@@ -147,7 +147,7 @@ def measure_together(
     if not cases:
         return {}, False
     stop = threading.Event()
-    uses_gpu = any(job(case).gpu for case in cases)
+    uses_gpu = any(job(case).gpu != "" for case in cases)
     with MEASURING if uses_gpu else nullcontext():
         outcomes = at_once(cases, lambda case: _launch.run(job(case), stop), stop)
     return record(zip(cases, outcomes, strict=True), writer)

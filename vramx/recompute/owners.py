@@ -84,6 +84,7 @@ class OwnersCopies:
     def __init__(self) -> None:
         self._copier = Copier()
         self._have_graphs: set[int] = set()  # the ids of copies
+        self.generators = self._copier.generators  # of random numbers, within what was copied
 
     def copy(self, value: Any) -> tuple[Any, list[Tensor]]:
         """Return a copy, and the tensors within that were not met before."""
@@ -96,6 +97,7 @@ class OwnersCopies:
             return made, held
         except TooLargeError:
             self._copier = Copier()  # it is full, of what nobody has
+            self._copier.generators = self.generators
             return as_now(value), []
 
     def copy_tensors(self, value: Any) -> list[Tensor]:
@@ -110,11 +112,6 @@ class OwnersCopies:
         for each in made:
             self._copier.have(*each)
         return [copy for _, copy in made]
-
-    @property
-    def generators(self) -> list[Any]:
-        """Those of random numbers within what was copied."""
-        return self._copier.generators
 
     def has_graphs(self, made: Any) -> bool:
         """Tell whether a tensor in a copy has a graph."""
