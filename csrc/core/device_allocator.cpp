@@ -190,16 +190,16 @@ Status DeviceAllocator::record_stream(Address address, StreamName stream, bool i
 
 // --- settings -----------------------------------------------------------------------------------
 
-DefragmentReport DeviceAllocator::trim() {
-  if (fork_guard_.is_in_child()) return {};
-  Lock lock(mutex_);
-  return reclaimer_.run(false, lock);
-}
+DefragmentReport DeviceAllocator::trim() { return release(false); }
 
-DefragmentReport DeviceAllocator::defragment() {
+DefragmentReport DeviceAllocator::defragment() { return release(true); }
+
+DefragmentReport DeviceAllocator::release(bool all_aliases) {
   if (fork_guard_.is_in_child()) return {};
   Lock lock(mutex_);
-  return reclaimer_.run(true, lock);
+  const DefragmentReport report = reclaimer_.run(all_aliases, lock);
+  if (report.chunks_released != 0) quick_.note_released();
+  return report;
 }
 
 void DeviceAllocator::set_limit(Bytes limit) {

@@ -134,6 +134,7 @@ class DeviceAllocator {
   LiveBlock live_block(SpanId first) const;
   TagSet tags_of_free(const UsedSpan& block, SpanId first, bool is_marked, Lock& lock);
   void give_back(SpanId first, const UsedSpan& block, const TagSet& tags);
+  DefragmentReport release(bool all_aliases);
   Status note_out_of_memory(Bytes requested, const Status& cause, OutOfMemory* why, Lock& lock);
 
   // slow_path.cpp

@@ -59,6 +59,9 @@ class QuickPlacement {
     if (size >= Lifetimes::kSmallest) lifetimes_.note_free({block.time, block.context});
   }
 
+  // Some of the memory was given back.
+  void note_released() { recurrence_.forget(); }
+
   std::size_t host_bytes() const { return recurrence_.host_bytes() + lifetimes_.host_bytes(); }
   std::string check() const {
     const std::string broken = recurrence_.check();

@@ -75,6 +75,13 @@ class Recurrence {
     seen.position = is_new ? count_ : seen.position;
   }
 
+  // Memory was given back to the device. Requests whose places are gone go elsewhere, into the
+  // places of others, so following those that are left makes a layout worse than a new one.
+  void forget() {
+    distance_ = run_ = 0;
+    std::fill(seen_.begin(), seen_.end(), Seen{});
+  }
+
   std::size_t host_bytes() const {
     return past_.capacity() * sizeof(Request) + seen_.capacity() * sizeof(Seen);
   }

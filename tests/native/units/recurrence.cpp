@@ -98,6 +98,15 @@ CHECK(Fixture, a_place_that_is_no_arena_address_is_not_expected) {
   }
 }
 
+CHECK(Fixture, what_is_forgotten_is_expected_once_it_recurs_again) {
+  for (int time = 0; time < 5; ++time) repeat();
+  recurrence.forget();
+  EXPECT(recurrence.check().empty());
+  EXPECT(repeat() == 0);
+  for (int time = 0; time < 3; ++time) repeat();
+  EXPECT(repeat() == kStep);
+}
+
 CHECK(Fixture, a_period_beyond_the_longest_is_not_followed) {
   for (int time = 0; time < 4; ++time) EXPECT(repeat(Recurrence::kLongest) == 0);
 }
@@ -202,6 +211,50 @@ CHECK(Nothing, a_program_of_fixed_shapes_settles_though_small_blocks_shift) {
 // The control: else the program would settle anyway, and the check above would say nothing.
 CHECK(Nothing, without_it_the_same_program_does_not_settle) {
   EXPECT(calls_once_settled(false) != 0);
+}
+
+// Blocks below a mebibyte, of which no lifetimes are kept: what goes where depends on the
+// recurrence alone.
+std::vector<Address> places_of_step(DeviceAllocator& allocator, std::uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<Address> places;
+  std::vector<Address> live;
+  for (std::uint32_t n = 0; n < kStep * 2; ++n) {
+    if (live.size() == 60) {
+      const auto leaving = live.begin() + random() % live.size();
+      allocator.free(*leaving).ignore();
+      live.erase(leaving);
+    }
+    const Bytes size = 64_KiB + kBlockUnit * (random() % 1'900);
+    live.push_back(allocator.allocate(size, Stream::kDefault).value());
+    places.push_back(live.back());
+  }
+  for (const Address block : live) allocator.free(block).ignore();
+  return places;
+}
+
+CHECK(Nothing, a_program_whose_memory_was_given_back_is_laid_out_as_at_its_start) {
+  for (std::uint32_t seed = 1; seed <= 4; ++seed) {
+    const auto sim = contract::open_sim({.capacity = 4_GiB, .mode = SimMode::kAccounting});
+    const auto allocator =
+        std::move(DeviceAllocator::create(*sim, {.alias_addresses = 64_GiB}).value());
+    const std::vector<Address> first = places_of_step(*allocator, seed);
+    for (int step = 0; step < 4; ++step) places_of_step(*allocator, seed);
+    EXPECT(allocator->trim().chunks_released != 0 && allocator->held() == Bytes{});
+    EXPECT(places_of_step(*allocator, seed) == first);
+  }
+}
+
+// The control: where memory stays, a step follows the one before.
+CHECK(Nothing, a_program_whose_memory_stays_is_laid_out_as_it_was) {
+  const auto sim = contract::open_sim({.capacity = 4_GiB, .mode = SimMode::kAccounting});
+  const auto allocator =
+      std::move(DeviceAllocator::create(*sim, {.alias_addresses = 64_GiB}).value());
+  const std::vector<Address> first = places_of_step(*allocator, 1);
+  for (int step = 0; step < 4; ++step) places_of_step(*allocator, 1);
+  const std::vector<Address> last = places_of_step(*allocator, 1);
+  EXPECT(last != first);
+  EXPECT(places_of_step(*allocator, 1) == last);
 }
 
 // Several streams, each with its own peak at its own time: what one has freed the next one needs.
