@@ -21,7 +21,7 @@ AliasId AliasCache::add(Address base, const std::vector<ChunkId>& chunks, Arena&
   alias.base = base;
   alias.chunks = chunks;  // with no room for more
   for (const ChunkId chunk : alias.chunks) {
-    ++arena.chunks()[chunk].alias_count;
+    arena.chunks().note_aliased(chunk);
     alias.size += arena.chunks()[chunk].size;
   }
   const std::size_t middle = alias.chunks.size() / 2;
@@ -34,7 +34,6 @@ AliasId AliasCache::add(Address base, const std::vector<ChunkId>& chunks, Arena&
   by_size_.insert(behind, {alias.size, before, under_middle, id});
   by_base_.emplace(base, id);
   mappings_ += alias.chunks.size();
-  mappings_made_ += alias.chunks.size();
   bytes_ += alias.size;
   return id;
 }

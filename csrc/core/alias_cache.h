@@ -70,7 +70,6 @@ class AliasCache {
   std::vector<AliasId> all() const;
   std::size_t count() const { return by_size_.size(); }
   std::size_t mappings() const { return mappings_; }
-  std::uint64_t mappings_made() const { return mappings_made_; }
   Bytes bytes() const { return bytes_; }
   std::size_t host_bytes() const;
 
@@ -103,7 +102,6 @@ class AliasCache {
   std::vector<Sized> by_size_;  // ascending; of equals the oldest first
   std::map<Address, AliasId> by_base_;
   std::size_t mappings_ = 0;
-  std::uint64_t mappings_made_ = 0;  // by all aliases so far
   Bytes bytes_{};
   std::uint64_t clock_ = 0;
 };

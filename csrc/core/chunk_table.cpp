@@ -31,6 +31,7 @@ void ChunkTable::remove(ChunkId id) {
   const auto first = pages_.begin() + static_cast<std::ptrdiff_t>(page_of(chunk.begin));
   std::fill(first, first + static_cast<std::ptrdiff_t>(chunk.size.count >> page_shift_), kNoId);
   bytes_ -= chunk.size;
+  times_aliased_ -= chunk.times_aliased;
   chunks_[id] = Chunk{};
   vacant_.push_back(id);
 }

@@ -20,6 +20,12 @@ class ChunkTable {
 
   ChunkId add(Address begin, Bytes size, ChunkHandle handle);
   void remove(ChunkId id);
+  // Another alias maps it.
+  void note_aliased(ChunkId id) {
+    ++chunks_[id].alias_count;
+    ++chunks_[id].times_aliased;
+    ++times_aliased_;
+  }
 
   Chunk& operator[](ChunkId id) { return chunks_[id]; }
   const Chunk& operator[](ChunkId id) const { return chunks_[id]; }
@@ -61,6 +67,8 @@ class ChunkTable {
 
   std::size_t count() const { return chunks_.size() - vacant_.size(); }
   Bytes bytes() const { return bytes_; }
+  // How often the chunks that are here were mapped by an alias, all together.
+  std::uint64_t times_aliased() const { return times_aliased_; }
   std::size_t host_bytes() const;
 
   // Calls visit(id) for each chunk that begins in [begin, end), in address order. Every chunk from
@@ -93,6 +101,7 @@ class ChunkTable {
   std::vector<ChunkId> vacant_;
   std::vector<ChunkId> pages_;  // kNoId where nothing is mapped
   Bytes bytes_{};
+  std::uint64_t times_aliased_ = 0;
 };
 
 }  // namespace vramx

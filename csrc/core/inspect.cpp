@@ -127,7 +127,8 @@ Bytes DeviceAllocator::largest_obtainable() {
   const bool is_alone = state_.config.cross_stream == CrossStream::kNever;
   const Request request{.size = state_.arena.mapped_bytes() + kBlockUnit,
                         .stream = state_.order.index_of(Stream::kDefault),
-                        .reach = is_alone ? Reach::kAtOnce : Reach::kBehindWaits};
+                        .reach = is_alone ? Reach::kAtOnce : Reach::kBehindWaits,
+                        .most_growth = {}};
   Bytes extent{};
   state_.arena.for_each_extent([&](SpanId id) {
     if (!planner_.may_take(state_.arena.tags_of(id), request)) return;

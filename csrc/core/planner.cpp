@@ -11,7 +11,9 @@ namespace {
 // Extents below this have no part in a stitch.
 constexpr Bytes kSmallestPiece{64 << 10};
 // A stitch spares more than this part of the block.
-constexpr std::uint64_t kWorth = 128;
+constexpr std::uint64_t kWorth = 512;
+// Holes below a unit of growth are few while they are less than this part of memory.
+constexpr std::uint64_t kFewHoles = 256;
 // A stitch takes what is largest, which is not always best: one that lacks less than this part of
 // the block says nothing of what is free in an alias.
 constexpr std::uint64_t kNearly = 8;
@@ -97,9 +99,15 @@ Plan Planner::alias(const Request& request) const {
 
 // --- C ------------------------------------------------------------------------------------------
 
+// While memory may grow, the rest of a chunk of small blocks stays theirs: else the next of them
+// needs a chunk of its own, and the next large block takes the rest of that.
 StitchPlan Planner::pieces_for(const Request& request) const {
+  const bool may_grow = min(state_.room(), request.most_growth) >= request.size;
   const auto may_take = [&](SpanId id) {
-    return this->may_take(state_.arena.tags_of(id), request);
+    const Span& extent = state_.arena.span(id);
+    const bool is_kept = may_grow && extent.size < state_.granularity &&
+                         state_.arena.zone_of(extent.begin) == Zone::kSmall;
+    return !is_kept && this->may_take(state_.arena.tags_of(id), request);
   };
   StitchPlan plan;
   for (const std::size_t most : {kFewExtents, kManyExtents}) {
@@ -198,16 +206,28 @@ Growth Planner::growth_by(Zone zone, Bytes bytes, const Request& request) const 
   if (gap == kNoId || bytes > min(state_.room(), request.most_growth)) return {};
   // The small zone grows by its own measure.
   const Bytes wanted = zone == Zone::kSmall ? Bytes{} : request.size;
-  const std::size_t chunks = std::max<std::size_t>(state_.arena.chunks().count(), 1);
-  const std::uint64_t mapped_again = state_.aliases.mappings_made() / chunks;
+  const ChunkTable& chunks = state_.arena.chunks();
+  const std::uint64_t mapped_again =
+      chunks.times_aliased() / std::max<std::size_t>(chunks.count(), 1);
   const ChunkDemand demand{bytes, wanted, held, state_.room(), mapped_again};
   return {gap, chunk_sizes(demand, state_.granularity), bytes};
+}
+
+bool Planner::has_few_holes() const {
+  Bytes holes{};
+  state_.arena.for_each_extent([&](SpanId id) {
+    const Bytes size = state_.arena.span(id).size;
+    if (size < state_.granularity) holes += size;
+  });
+  return holes * kFewHoles <= state_.arena.mapped_bytes();
 }
 
 // Growth for a contiguous block: what the run before the gap, if the stream may have it, lacks. One
 // that would not spare a unit of growth is left alone, so that the block begins with a chunk:
 // otherwise one odd size would shift every later block across the bounds of its chunks, and a chunk
-// that two blocks share is whole for neither.
+// that two blocks share is whole for neither. But a hole of less than a unit serves small blocks
+// alone, and weights of an odd size, one after the other, leave one each: where there are more than
+// a few the block begins in the hole.
 Plan Planner::growth(const Request& request, Zone zone) const {
   if (!request.most_growth) return {};
   const Bytes alone = round_up(request.size, state_.granularity);
@@ -228,7 +248,8 @@ Plan Planner::growth(const Request& request, Zone zone) const {
   const Bytes before = end - begin;
   if (before && before < request.size) {
     const Bytes rest = round_up(request.size - before, state_.granularity);
-    Growth growth = rest < alone ? growth_by(zone, rest, request) : Growth{};
+    const bool is_taken = rest < alone || !has_few_holes();
+    Growth growth = is_taken ? growth_by(zone, rest, request) : Growth{};
     if (growth && growth.gap == plan.growth.gap) {
       return {.growth = std::move(growth),
               .of_growth = request.size - before,

@@ -44,6 +44,7 @@ class Planner {
   Plan with_alias_room(Plan plan) const;
   StitchPlan pieces_for(const Request& request) const;
   Growth growth_by(Zone zone, Bytes bytes, const Request& request) const;
+  bool has_few_holes() const;
   bool is_growth_as_good(const Plan& alone, const Request& request, Bytes missing) const;
   void add_waits(Plan* plan, const Request& request) const;
   template <class Visit>

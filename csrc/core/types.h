@@ -156,7 +156,8 @@ struct Chunk {
   Address begin;  // of its mapping in the arena
   Bytes size;
   ChunkHandle handle = ChunkHandle::kNone;
-  std::uint32_t alias_count = 0;
+  std::uint32_t alias_count = 0;    // aliases that map it
+  std::uint32_t times_aliased = 0;  // those that were made
 
   Address end() const { return begin + size; }
 };

@@ -17,8 +17,8 @@ namespace {
 using enum StepKind;
 
 constexpr std::uint32_t kRequests = 320;  // large ones in a period: more than a layer's
-constexpr int kPeriods = 6;
-constexpr std::uint32_t kBlocks = 1000;  // numbers that a period gives its blocks
+constexpr int kPeriods = 9;               // memory that is given back begins the count of them anew
+constexpr std::uint32_t kBlocks = 1000;   // numbers that a period gives its blocks
 constexpr std::size_t kMostLive = 20;
 static_assert(kRequests > Recurrence::kLongestLayer);
 

@@ -129,6 +129,33 @@ CHECK(Fixture, what_has_failed_is_not_planned_again) {
   EXPECT(!plan.makes_alias && plan.growth.bytes == kPage * 3);
 }
 
+// A small block lies in a chunk of its zone, whose rest no large block takes while there is room.
+CHECK(Fixture, the_rest_of_a_small_blocks_chunk_is_left_to_small_blocks) {
+  grow(64_KiB, a);
+  const Request request = ask_for(kPage * 2 - 64_KiB, a);
+  const Plan plan = planner.find(request);
+  EXPECT(plan.pieces.empty() && plan.growth.bytes == kPage * 2);
+  state.limit = kPage * 2;
+  const Plan pressed = planner.find(request);
+  EXPECT(pressed.pieces.size() == 1 && pressed.growth.bytes == kPage);
+}
+
+// What a model's weights are: large blocks of odd sizes with small ones between them, and none is
+// freed.
+CHECK(Nothing, weights_of_odd_sizes_hold_no_more_than_they_take) {
+  for (const Bytes odd : {64_KiB * 3, 64_KiB * 13, 64_KiB * 25}) {
+    const auto sim = contract::open_sim({.capacity = 64_GiB, .mode = SimMode::kAccounting});
+    const auto allocator =
+        std::move(DeviceAllocator::create(*sim, {.alias_addresses = 64_GiB}).value());
+    for (int layer = 0; layer < 300; ++layer) {
+      REQUIRE(allocator->allocate(6_MiB + odd, Stream::kDefault).ok());
+      REQUIRE(allocator->allocate(6_KiB, Stream::kDefault).ok());
+    }
+    EXPECT(allocator->held() <= allocator->allocated() + Bytes{allocator->held().count / 200});
+    EXPECT(allocator->stats().num_stitches == 0);
+  }
+}
+
 CHECK(Fixture, idle_aliases_go_where_there_is_no_room_for_another) {
   std::vector<Placement> made;
   for (int i = 0; i < 4; ++i) {
