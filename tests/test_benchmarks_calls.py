@@ -47,7 +47,9 @@ def test_calls_are_measured_in_turn_and_compared_with_native(
     def run(name: str) -> Outcome:
         speed = speeds[name]
         reports = (
+            call_report("llama raw", [2 * speed, speed, 3 * speed], name),
             call_report("llama raw", [speed, speed + 1, speed], name),
+            call_report("llama raw", [speed + 1, speed, speed + 1], name),
             call_report("llama raw after a graph", [2 * speed], name),
             call_report("torch.empty 512 B", [9 * speed], name),
         )

@@ -1,10 +1,9 @@
 """The process that benchmarks/torch_calls.py starts under each allocator: it times single calls.
 
-    python _calls.py LIBRARY PASSES TRACE...
+    python _calls.py LIBRARY PASSES TURNS TRACE...
 
-Prints one line of JSON for each case as soon as it is measured, so that a crash takes only what
-comes after it; each is a step for which it waits for its turn, and at whose end it holds no memory.
-In this order:
+Prints one line of JSON for each turn of a case as soon as it is measured, so that a crash takes
+only what comes after it; it waits for each, and holds no memory at its end. In this order:
 
     NAME raw                    the first program of one stream, which has run before
     NAME raw after a graph      the same, with a captured graph alive
@@ -47,22 +46,20 @@ EVENT = np.dtype([("size", "<u8"), ("id", "<u4"), ("stream", "<u4")])
 
 def main(arguments: list[str]) -> None:
     library = open_library(Path(arguments[0]))
-    passes = int(arguments[1])
+    passes, turns = int(arguments[1]), int(arguments[2])
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     _turn.wait()
     torch.cuda.init()
-    traces = {Path(path).stem: load_trace(path) for path in arguments[2:]}
+    traces = {Path(path).stem: load_trace(path) for path in arguments[3:]}
     of_one = [name for name, trace in traces.items() if not trace.stream.any()]
 
     def measure(name: str, way: str, beside: str = "") -> None:
-        _turn.wait_for_step()
-        report(f"{name} {way}{beside}", replay(library, traces[name], way, passes))
-        torch.cuda.empty_cache()  # what one leaves behind is not the next one's
+        for _ in range(turns):
+            _turn.wait_for_step()
+            report(f"{name} {way}{beside}", replay(library, traces[name], way, passes))
+            torch.cuda.empty_cache()  # what one leaves behind is not the next one's
 
     for name in of_one[:1]:
-        # What a process has done first leaves its memory in another order than all that follows.
-        replay(library, traces[name], "raw", WARM_UP)
-        torch.cuda.empty_cache()
         measure(name, "raw")
         graph = captured_graph()
         measure(name, "raw", " after a graph")
@@ -73,9 +70,7 @@ def main(arguments: list[str]) -> None:
     for name in of_one:
         for way in WAYS[1:] if name == of_one[0] else WAYS:
             measure(name, way)
-    for name, size_bytes in EMPTY_BYTES.items():
-        _turn.wait_for_step()
-        report(f"torch.empty {name}", [time_empty(size_bytes) for _ in range(passes)])
+    measure_empty(passes)
     for name, trace in traces.items():
         if name not in of_one:
             for way in WAYS:
@@ -147,6 +142,12 @@ def captured_graph() -> torch.cuda.CUDAGraph:
     graph.replay()
     torch.cuda.synchronize()
     return graph
+
+
+def measure_empty(passes: int) -> None:
+    for name, size_bytes in EMPTY_BYTES.items():
+        _turn.wait_for_step()
+        report(f"torch.empty {name}", [time_empty(size_bytes) for _ in range(passes)])
 
 
 def time_empty(size_bytes: int) -> float:
