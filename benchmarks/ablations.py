@@ -55,7 +55,15 @@ RULES = {
     "a smallest piece of 64 KiB": Edit(
         "planner.cpp", "kSmallestPiece{64 << 10};", "kSmallestPiece{512};"
     ),
-    "a stitch must spare 1/128": Edit("planner.cpp", "kWorth = 128;", "kWorth = 1ull << 62;"),
+    "a stitch must spare 1/512": Edit("planner.cpp", "kWorth = 512;", "kWorth = 1ull << 62;"),
+    "small blocks keep their chunks": Edit(
+        "planner.cpp",
+        "const bool is_kept = may_grow &&",
+        "const bool is_kept = !may_grow && may_grow &&",
+    ),
+    "a block begins in the hole where there are many": Edit(
+        "planner.cpp", "rest < alone || !has_few_holes();", "rest < alone;"
+    ),
     "an alias that exists in place of a stitch": Edit(
         "planner.cpp",
         "if (pieces.missing * kNearly <= request.size) {",
@@ -71,10 +79,10 @@ RULES = {
         "chunk_policy.cpp", "kChunksOfMemory = 512;", "kChunksOfMemory = 1ull << 62;"
     ),
     "chunks as a share of the request": Edit(
-        "chunk_policy.cpp", "kChunksOfRequest = 32;", "kChunksOfRequest = 1ull << 62;"
+        "chunk_policy.cpp", "kChunksOfRequest = 48;", "kChunksOfRequest = 1ull << 62;"
     ),
     "larger chunks the more often they were stitched": Edit(
-        "chunk_policy.cpp", "kMostTimesAsLarge = 4;", "kMostTimesAsLarge = 1;"
+        "chunk_policy.cpp", "kMostTimesAsLarge = 8;", "kMostTimesAsLarge = 1;"
     ),
     "finer chunks near the limit": Edit(
         "chunk_policy.cpp", "kChunksOfRoom = 3072;", "kChunksOfRoom = 1;"
