@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from samples import Recorder
 
+from benchmarks import weights
 from vramx.memory.trace import load_trace
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ MIB, GIB = 1 << 20, 1 << 30
 RESERVED_OVER_LIVE = 1.01
 CAPACITY_OVER_LIVE = 1.01
 RECORDED_CAPACITY_OVER_LIVE = 1.005
+WEIGHTS_OVER_LIVE = 1.005
 DRIVER_TIME_SHARE = 0.01
 DRIVER_MODEL_FACTOR = 1.5
 
@@ -146,6 +148,17 @@ def test_the_layout_at_the_peak_holds_the_live_bytes(name: str) -> None:
     # Each block is its request rounded up to 512 bytes.
     over_bytes = sum(span["size"] for span in spans) - program(name).peak_live_bytes
     assert 0 <= over_bytes < 512 * len({span["allocation"] for span in spans})
+
+
+# --- weights: what stays, of odd sizes -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", weights.MODELS)
+@pytest.mark.parametrize("what", weights.PROGRAMS)
+def test_parameters_hold_hardly_more_than_they_take(model: str, what: str) -> None:
+    replay = open_replay(weights.trace_of(model, what).arrays())
+    reserved_bytes = replay.run("vramx")["peak_reserved_bytes"]
+    assert reserved_bytes <= WEIGHTS_OVER_LIVE * replay.peak_live_bytes
 
 
 # --- programs recorded on an H100 with benchmarks.record_traces ----------------------------------
