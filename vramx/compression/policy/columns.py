@@ -82,10 +82,10 @@ def is_scaled(weight: Tensor, dim: int) -> bool:
 def _changes_along(node: Any, at: int) -> bool:
     (one, number), (other, place) = node.next_functions
     try:
-        if _is_leaf(one) and _is_of_one(_size_of(node, other, place, "_saved_other"), at):
+        if _is_leaf(one) and is_of_one(_size_of(node, other, place, "_saved_other"), at):
             return True
         is_product = type(node).__name__ == "MulBackward0"
-        return is_product and _is_leaf(other) and _is_of_one(
+        return is_product and _is_leaf(other) and is_of_one(
             _size_of(node, one, number, "_saved_self"), at
         )  # fmt: skip
     except RuntimeError:  # it has been freed: what it multiplied is not known
@@ -108,11 +108,11 @@ def _size_of(node: Any, before: Any, number: int, saved: str) -> tuple[int, ...]
     return () if constant is None else tuple(constant.shape)
 
 
-def _is_of_one(size: tuple[int, ...], at: int) -> bool:
+def is_of_one(size: tuple[int, ...], at: int) -> bool:
     """Tell whether a size that is expanded to a matrix's is more than one along a dimension alone.
 
     Example:
-        >>> [_is_of_one(size, 1) for size in ((3,), (1, 3), (2, 3), (2, 1), ())]
+        >>> [is_of_one(size, 1) for size in ((3,), (1, 3), (2, 3), (2, 1), ())]
         [True, True, False, False, False]
     """
     whole = (1,) * (2 - len(size)) + size
