@@ -80,7 +80,7 @@ def test_what_is_kept_of_a_recomputation_does_not_hold_its_graph() -> None:
     x = input_of()
     numbers = again._Numbers()
     assert [numbers(x), numbers(x)] == [0, 1]
-    assert again._Keep(numbers)(x.sin()).grad_fn is None
+    assert again._Keep(numbers, torch.sin)(x.sin()).grad_fn is None
 
 
 def test_a_call_leaves_a_number_for_each_saved_tensor_and_no_cycle() -> None:

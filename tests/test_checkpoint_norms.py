@@ -366,3 +366,39 @@ def test_of_calls_with_other_arguments_alike_each_has_its_own_norm() -> None:
 
     for numbers in ((0, 0, 1), (0, 1, 1)):
         assert worst(gradient(numbers, SMALL), gradient(numbers, "keep")) >= COSINE
+
+
+def sequences(channels: int) -> Tensor:
+    """Return sequences of 50 places of which what stands behind the end is 1000 times larger."""
+    x = torch.randn(8, channels, 50, generator=torch.Generator().manual_seed(3))
+    return torch.where(torch.arange(50) < 25, x, x * 1e3)
+
+
+class Sequential(nn.Module):
+    """A convolution over places, and a norm of each: small places count as much as large ones."""
+
+    def __init__(self, channels: int, kernel: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Conv1d(channels, 32, kernel), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.gelu(self.norm(self.layer(x).transpose(1, 2))).cumsum(-1)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("channels", [16, 40])
+def test_places_of_a_sequence_have_scales_of_their_own(channels: int, kernel: int) -> None:
+    assert worst_cosine(Sequential(channels, kernel), sequences(channels)) >= 0.995
+
+
+def test_places_that_share_scales_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out(monkeypatch, (inputs, "of_places"))
+    assert worst_cosine(Sequential(16, 1), sequences(16)) < 0.95
+
+
+def test_channels_of_a_sequence_may_differ_in_scale() -> None:
+    x = torch.randn(8, 16, 256, generator=torch.Generator().manual_seed(3))
+    x[:, ::2] *= 1e3
+    layer = nn.Conv1d(16, 16, 3, groups=16)
+    assert worst_cosine(layer, x, lambda x: functional.silu(layer(x)).cumsum(-1)) >= 0.99

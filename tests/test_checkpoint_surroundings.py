@@ -130,6 +130,8 @@ def noting_and_scaling() -> Iterator[list[float]]:
     yield noted
     for hook in hooks:
         hook.remove()
+    # torch leaves a mark of it there, and warns each compiled module's caller of global hooks.
+    of_every_module._global_forward_hooks_with_kwargs.clear()
 
 
 @pytest.mark.parametrize("when", ["before backward", "after it", "in it"])

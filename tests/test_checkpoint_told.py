@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import vramx
 from vramx import errors
-from vramx.errors import VramxWarning
+from vramx.errors import RecomputationError, VramxWarning
 
 __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
@@ -144,6 +144,36 @@ if sys.version_info >= (3, 14):
     }
 # Those that tell how far they are.
 SEEN = SOURCES.keys() - {"callable_iterator", "reader", "zip", "enumerate", "cycle"}
+
+
+class Handled(nn.Module):
+    """Computes more within a library's handlers, which are gone when backward runs."""
+
+    entered: ClassVar[list[str]] = []
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.entered:
+            x = x.sin() if x.shape == self.shape else x.view(self.shape)
+        return (x * 2).exp()
+
+
+@pytest.mark.filterwarnings("ignore::vramx.errors.VramxWarning")
+@pytest.mark.parametrize(
+    ("shape", "saved"), [((4, WIDTH), "1 tensors.* 2"), ((WIDTH, 4), r"shape \[4, 64\]")]
+)
+def test_that_a_recomputation_took_another_way_names_the_region_and_what_to_do(
+    shape: tuple[int, ...], saved: str
+) -> None:
+    region, x = Handled(shape), torch.randn(4, WIDTH, requires_grad=True)
+    Handled.entered.append("replay")
+    y = CHECKPOINT(region, x)
+    Handled.entered.clear()
+    with pytest.raises(RecomputationError, match=f"Handled saved .*{saved}.*leave Handled out"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("kind", SOURCES)

@@ -159,6 +159,27 @@ def test_a_size_that_a_tensor_has_twice_may_change() -> None:
         assert 0 < error_of(linear, compiled, torch.randn(rows, WIDTH), program) < 0.02
 
 
+class Unscaled(nn.Module):
+    """A layer whose weight undoes the scale of its columns: 1e4 beside 0.05."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(64, WIDTH))
+        self.register_buffer("scale", torch.where(torch.arange(WIDTH) % 4 == 0, 1e4, 0.05))
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x.view(x.shape[:1] + (1,) * (self.rank - 2) + x.shape[1:])) * self.scale
+        return nn.functional.linear(h, self.weight / self.scale)
+
+
+@inlines
+@pytest.mark.parametrize("rank", [2, 3])
+def test_columns_that_a_weight_undoes_the_scale_of_are_kept(rank: int) -> None:
+    model, x = Unscaled(rank), torch.randn(64, WIDTH)
+    assert error_of(model, torch.compile(model, backend="aot_eager"), x) < 1e-3
+
+
 @inlines
 def test_small_tensors_and_statistics_are_kept() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))

@@ -20,6 +20,7 @@ from tests.fuzz.settings import Setting
 from vramx.compression.codec.mapping import BOUNDED
 from vramx.compression.policy import plans, policy
 from vramx.recompute.elements import Elements
+from vramx.recompute.unbounded import Unbounded
 
 SEED = 20
 HERE = FAULTS | (ONLY_WITH_CUDA if torch.cuda.is_available() else {})
@@ -61,6 +62,7 @@ def test_gradients_that_are_short_have_a_cosine() -> None:
 Decision = tuple[Any, str, Any]
 NO_MAPPING: Decision = (plans, "_MAPPED", BOUNDED)
 NO_LOOK: Decision = (Elements, "look_at", lambda *_: None)
+NO_SUMS: Decision = (Unbounded, "look_at", lambda *_: None)
 NO_POWER: Decision = (plans, "is_power", lambda _: False)
 NO_FACTOR: Decision = (policy, "graph_of_factor", lambda *_: (False, False))
 NO_MEAN_NORM: Decision = (plans, "MEAN_NORMS", frozenset())
@@ -88,9 +90,8 @@ def packed(
 def recomputed(region: str, before: str, *after: str) -> Failed:
     """A region that only elements of its input count in which are small beside their group."""
     outer = (before, "h = pieces.api.checkpoint(self.b, h)", *after)
-    return Failed(
-        program((LINEAR, "Region()"), outer, (region,)), setting(style="none"), (NO_LOOK,)
-    )
+    decisions = (NO_LOOK, NO_SUMS)
+    return Failed(program((LINEAR, "Region()"), outer, (region,)), setting(style="none"), decisions)
 
 
 def in_a_graph(norm: str) -> Failed:

@@ -36,6 +36,7 @@ from vramx.compression.policy.graph_policy import (
     is_statistic,
     multiplies_exponential,
     saturates,
+    undoes_columns,
 )
 from vramx.errors import UnsupportedTorchError
 from vramx.kernels.layout import has_outliers
@@ -360,7 +361,7 @@ def _is_exact_here() -> bool:
         return True
     made = context["_node"]
     saved = made.name
-    exact = saturates, is_normalised, is_statistic, multiplies_exponential
+    exact = saturates, is_normalised, is_statistic, multiplies_exponential, undoes_columns
     if any(rule(made) for rule in exact):
         return True
     for node in context["_bw_graph"].find_nodes(op="placeholder"):

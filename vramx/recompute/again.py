@@ -127,8 +127,9 @@ class _Keep:
 
     __qualname__ = f"{enclosing.RECOMPUTE_HOOK}keep"
 
-    def __init__(self, numbers: _Numbers) -> None:
+    def __init__(self, numbers: _Numbers, function: Callable[..., Any]) -> None:
         self._numbers = numbers
+        self._function = function
         self.made: list[Tensor | None] = []
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -143,9 +144,10 @@ class _Keep:
                     "is made, which torch takes for others; make it outside of the region, as by "
                     "checkpointing the blocks that it goes through"
                 )
-            raise RecomputationError(
-                f"a recomputation saved a tensor of {tensor.dtype}, shape {list(shape_of(tensor))} "
-                f"and {tensor.device} where the forward pass saved another: it took another way"
+            raise _of_another_way(
+                f"a tensor of {tensor.dtype}, shape {list(shape_of(tensor))} and {tensor.device} "
+                "where the forward pass saved another",
+                self._function,
             )
         # Detached: the graph that this run makes goes with it.
         tensor = tensor.detach() if tensor.requires_grad else tensor
@@ -153,6 +155,15 @@ class _Keep:
         if len(self.made) == len(forms):
             raise _StopRecomputationError
         return tensor
+
+
+def _of_another_way(saved: str, function: Callable[..., Any]) -> RecomputationError:
+    name = getattr(function, "name", "a region")
+    return RecomputationError(
+        f"a recomputation of {name} saved {saved}: it took another way, by something that vramx "
+        "does not set back, as handlers that a library enters around a forward pass, what it "
+        f"caches, or what helpers count in a file; leave {name} out, or checkpoint parts of it"
+    )
 
 
 class _Again:
@@ -180,7 +191,7 @@ class _Again:
         return found
 
     def _make(self) -> list[Tensor | None]:
-        keep = _Keep(self.numbers)
+        keep = _Keep(self.numbers, self._function)
         ending = contextlib.suppress(_StopRecomputationError)  # innermost: no other context sees it
         # A vmap of backward is over its gradients: what the call saves is not batched.
         with _outside_of_vmap(), self._then.restored(), torch.enable_grad():
@@ -188,9 +199,9 @@ class _Again:
             with saved_tensors_hooks(keep, _same), ending:
                 self._function(*leaves)
         if len(keep.made) != len(self.numbers.forms):
-            raise RecomputationError(
-                f"a recomputation saved {len(keep.made)} tensors, and the forward pass "
-                f"{len(self.numbers.forms)}: it took another way"
+            raise _of_another_way(
+                f"{len(keep.made)} tensors, and the forward pass {len(self.numbers.forms)}",
+                self._function,
             )
         return keep.made
 

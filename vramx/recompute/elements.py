@@ -22,7 +22,8 @@ length of what they give counts, as that of two atoms' difference or of what a g
 may be small beside both, and their errors are not.
 
 So are inputs of whose rows parts of several sizes are read apart, as features that were put beside
-positions: a part may be small beside its row, and counts in what reads it alone.
+positions: a part may be small beside its row, and counts in what reads it alone; and those that a
+weight multiplies which has a factor for each column (columns.py).
 
 Costs a look-up an operation while a region is watched; holds no tensor.
 """
@@ -36,6 +37,7 @@ from torch import Tensor, strided
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from vramx.compression.policy.columns import is_scaled
 from vramx.compression.policy.weights import is_any_weight
 from vramx.recompute.norms import NORMS, least_row
 from vramx.recompute.tensors import has_graph, storage_of
@@ -222,6 +224,8 @@ class Elements:
         """Follow a product of matrices: of an input and a tensor that a graph has made, and one
         that sums a few elements each."""
         one, other = self._of(args[0]), self._of(args[1])
+        if is_scaled(args[1], -2) or is_scaled(args[0], -1):
+            self.exact |= one.terms | other.terms
         factors = one.terms if _is_made(args[1]) else _NO_NUMBERS
         factors = factors | other.terms if _is_made(args[0]) else factors
         turning = one.turning | other.turning

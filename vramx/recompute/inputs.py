@@ -27,7 +27,7 @@ from vramx.compression.offload import offload
 from vramx.compression.policy.policy import SavePolicy
 from vramx.compression.saved import Reference
 from vramx.errors import ModifiedInPlaceError
-from vramx.recompute.norms import has_short_rows, of_rows
+from vramx.recompute.norms import Norm, Places, has_short_rows, of_places, of_rows
 from vramx.recompute.verdicts import Verdict
 
 
@@ -107,9 +107,12 @@ def _is_kept(tensor: Tensor, number: int, verdict: Verdict) -> bool:
 
 def _mapping(tensor: Tensor, number: int, verdict: Verdict, group_size: int) -> Mapping | None:
     """Return what is packed in place of an input's elements; None: these."""
-    norm = verdict.norms.get(number)
+    is_of_planes = number in verdict.planes
+    norm: Norm | Places | None = verdict.norms.get(number)
+    if norm is None and is_of_planes:
+        norm = of_places(tensor)
     if norm is None:
-        norm = of_rows(tensor, group_size, of_planes=number in verdict.planes)
+        norm = of_rows(tensor, group_size, of_planes=is_of_planes)
     if norm is not None:
         return norm.mapping(tensor)
     return ROOT if number in verdict.rooted else None

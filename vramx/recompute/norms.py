@@ -41,6 +41,7 @@ _LENGTH = "aten::linalg_vector_norm"  # a root of such a sum
 _COPIES = frozenset({"aten::clone", "aten::_to_copy"})
 _POWERS = frozenset({"aten::square", "aten::pow", "aten::mul"})
 _FIRST_PLACE = 2  # dimension, behind samples and channels
+_OF_SEQUENCES = 3  # dimensions
 _GROUPS_AT = 6  # the position of their number among the arguments
 # Bytes of a row's elements of which its statistics, 8 bytes, are at most a quarter; in planes, as
 # images are, rows are pixels side by side: so many elements.
@@ -68,6 +69,41 @@ class Norm(NamedTuple):
         )
         rstd = (variance + _SMALLEST).rsqrt()
         return Normal(Statistics(mean, rstd, self.split, tuple(mean.shape)), describe(seen))
+
+
+class Places(NamedTuple):
+    """How a convolution along one dimension sees an input: each place may have a scale of its own.
+
+    Without a mean: channels may differ in scale, and groups have elements of one channel.
+    """
+
+    size: tuple[int, ...]
+
+    def mapping(self, tensor: Tensor) -> Normal:
+        """Return what is packed in place of an input's elements, of the root mean squares."""
+        seen = tensor.detach()
+        # One pass, and nothing of the size of the input beside it.
+        length = torch.linalg.vector_norm(seen, dim=1, keepdim=True, dtype=torch.float32)
+        rstd = (length.square() / seen.shape[1] + _SMALLEST).rsqrt()
+        mean = torch.zeros((), device=seen.device).expand(rstd.shape)
+        return Normal(Statistics(mean, rstd, self.size, tuple(rstd.shape)), describe(seen))
+
+
+def of_places(tensor: Tensor) -> Places | None:
+    """Return the places of a row of places; None: there is one, or too few channels have it.
+
+    A pixel of an image is as large as its neighbours; what a sequence has behind its end is not.
+
+    Example:
+        >>> of_places(torch.zeros(2, 16, 50))
+        Places(size=(2, 16, 50))
+        >>> of_places(torch.zeros(2, 3, 50)) is None
+        True
+    """
+    if tensor.dim() != _OF_SEQUENCES or not tensor.is_contiguous() or tensor.shape[2] == 1:
+        return None
+    is_worth_it = tensor.shape[1] * tensor.element_size() >= _LEAST_BYTES
+    return Places(tuple(tensor.shape)) if is_worth_it else None
 
 
 def of_rows(tensor: Tensor, group_size: int, *, of_planes: bool = False) -> Norm | None:

@@ -24,7 +24,7 @@ from vramx.recompute.elements import SAME
 from vramx.recompute.tensors import storage_of
 
 # Of an argument they read its form alone.
-_OF_FORM = frozenset(
+OF_FORM = frozenset(
     f"aten::{name}"
     for name in (
         *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
@@ -62,9 +62,9 @@ class Origins:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any
     ) -> None:
         """Note what an operation made, or wrote to."""
-        if name in _OF_FORM or not self._is_any_made((*args, *kwargs.values())):
+        if name in OF_FORM or not self._is_any_made((*args, *kwargs.values())):
             return
-        found = list(_tensors_in(results))
+        found = list(tensors_in(results))
         self._add(found)
         if name in _ROOTS or (name in _BOUNDED and self._is_bounded_size(name, args, kwargs)):
             for each in found:
@@ -78,7 +78,7 @@ class Origins:
 
     def _is_any_made(self, values: Iterable[Any]) -> bool:
         known = self._made
-        return any(x.layout is not strided or storage_of(x) in known for x in _tensors_in(values))
+        return any(x.layout is not strided or storage_of(x) in known for x in tensors_in(values))
 
     def _is_of_size(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if name == "aten::div":
@@ -101,10 +101,10 @@ class Origins:
         return isinstance(x, Tensor) and x in self._sizes
 
 
-def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Give the tensors among an operation's arguments or results, which are in lists at most."""
     for each in values:
         if isinstance(each, Tensor):
             yield each
         elif isinstance(each, (list, tuple)):
-            yield from _tensors_in(each)
+            yield from tensors_in(each)

@@ -76,6 +76,11 @@ class Region:
         if (within := getattr(_recomputing, "regions", None)) is not None:
             within.append(weakref.ref(self))
 
+    @property
+    def name(self) -> str:
+        """How it is named to its user."""
+        return verdicts.name_of(self._function)
+
     def leaves_of(self, leaves: list[Any]) -> list[Any]:
         """Return the leaves for torch to keep: objects as they are now."""
         self._notes = {i: dict(vars(leaf)) for i, leaf in enumerate(leaves) if _has_notes(leaf)}
@@ -167,7 +172,7 @@ class Region:
     def _refuse(self, rough: str) -> None:
         verdicts.remember(self._key, self._function, Verdict(rough))
         raise RecomputationError(
-            f"{verdicts.name_of(self._function)} was recomputed from packed inputs and came to "
+            f"{self.name} was recomputed from packed inputs and came to "
             f"{rough}, which is not known to be smooth; an earlier call of the same kind did not. "
             "From now on its inputs are kept exactly; level='keep' keeps them so from the start"
         )

@@ -25,6 +25,7 @@ from vramx.recompute.norms import Readers
 from vramx.recompute.origins import Origins
 from vramx.recompute.smooth import holds_floats, is_smooth, leaves_unfilled, name_of
 from vramx.recompute.structure import flatten
+from vramx.recompute.unbounded import Unbounded
 from vramx.recompute.verdicts import Verdict
 
 # Ours; and what torch.library makes for an operator, which the dispatcher shows itself.
@@ -68,7 +69,7 @@ class Operators(TorchDispatchMode):
         self,
         on_rough: Callable[[str], None],
         allowed: frozenset[str],
-        readers: Sequence[Readers | Elements] = (),
+        readers: Sequence[Readers | Elements | Unbounded] = (),
         buffers: Buffers | None = None,
         origins: Origins | None = None,
     ) -> None:
@@ -193,20 +194,22 @@ class Watch:
         self._allowed = allowed
         self._readers = Readers(inputs)
         self._elements = Elements(inputs, self._note, allowed)
+        self._unbounded = Unbounded(inputs, allowed)
         self._origins = Origins(leaves)
 
     @property
     def verdict(self) -> Verdict:
         readers, elements = self._readers, self._elements
+        exact = elements.exact | self._unbounded.exact
         return Verdict(
-            self._first.name, readers.found, elements.rooted, elements.exact,
+            self._first.name, readers.found, elements.rooted, exact,
             self._origins.excused, readers.planes,
         )  # fmt: skip
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Watch what runs on this thread meanwhile."""
-        readers = (self._readers, self._elements)
+        readers = (self._readers, self._elements, self._unbounded)
         operators = Operators(self._note, self._allowed, readers, self._buffers, self._origins)
         with Reads(self._note, self._elements), operators:
             yield

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from vramx.compression.policy import exactness
+from vramx.compression.policy.columns import is_of_one
 
 # What is not named here needs exact values: it may compare, divide, or take an exponential. These
 # are products of exactness.py and smooth functions, their backward, and what is saved for its size.
@@ -39,6 +40,11 @@ _PASSES = frozenset(
 )
 _SATURATE = frozenset({"tanh", "sigmoid"})  # decomposed, their backward is one of products
 _EXPONENTIALS = frozenset({"exp", "exp2", "expm1"})
+_CONTRACTIONS = frozenset({"mm", "addmm"})
+_SWAPS = frozenset({"t", "transpose", "permute"})  # of a matrix
+_CASTS = frozenset({"_to_copy", "convert_element_type", "clone", "alias", "detach"})
+_MOVES = _SWAPS | {"view", "_unsafe_view", "reshape"}
+_OF_MATRIX = 2
 _REPEATS = frozenset({"mul", "div", "expand"})
 _STATISTIC_RATIO = 16  # as in policy.py
 _DEPTH = 8
@@ -80,6 +86,61 @@ def _comes_of_exp(node: object) -> bool:
             return False
         node = node.args[0]
     return False
+
+
+def undoes_columns(made: fx.Node) -> bool:
+    """Tell whether a weight that multiplies a node has a factor for each column (columns.py), or
+    whether the node is that weight."""
+    if _is_scaled_in_groups(made):
+        return True
+    front = [made]
+    for _ in range(_DEPTH):
+        users = [(each, user) for each in front for user in each.users]
+        for factor, user in users:
+            if _name(user) in _CONTRACTIONS:
+                *_, one, other = user.args[:3] if _name(user) == "addmm" else user.args[:2]
+                if (one is factor and _is_scaled(other, 0)) or _is_scaled(one, 1):
+                    return True
+        front = [user for _, user in users if _name(user) in _MOVES | _CASTS]
+    return False
+
+
+def _is_scaled_in_groups(made: fx.Node) -> bool:
+    value = made.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() != _OF_MATRIX:
+        return False
+    return _is_scaled(made, 0 if value.stride(0) == 1 else 1)
+
+
+def _is_scaled(weight: object, at: int) -> bool:
+    """Tell whether a matrix is an input times, or divided by, what changes along a dimension."""
+    for _ in range(_DEPTH):
+        if not isinstance(weight, fx.Node) or not weight.args:
+            return False
+        if _name(weight) in ("mul", "div"):
+            one, other = weight.args[:2]
+            pairs = ((one, other), (other, one)) if _name(weight) == "mul" else ((one, other),)
+            return any(_is_input(whole) and _is_along(part, at) for whole, part in pairs)
+        if _name(weight) not in _SWAPS | _CASTS:
+            return False
+        at = 1 - at if _name(weight) in _SWAPS else at
+        weight = weight.args[0]
+    return False
+
+
+def _is_input(node: object) -> bool:
+    for _ in range(_DEPTH):
+        if not isinstance(node, fx.Node) or node.op == "placeholder":
+            return isinstance(node, fx.Node)
+        if _name(node) not in _SWAPS | _CASTS:
+            return False
+        node = node.args[0]
+    return False
+
+
+def _is_along(part: object, at: int) -> bool:
+    value = part.meta.get("val") if isinstance(part, fx.Node) else None
+    return isinstance(value, torch.Tensor) and is_of_one(tuple(value.shape), at)
 
 
 def is_statistic(made: fx.Node) -> bool:

@@ -29,6 +29,7 @@ from vramx.compression.codec.roots import (
 )
 from vramx.compression.codec.rows import CONVOLUTIONS, is_of_pixels
 from vramx.compression.policy.calls import MAY_BE_COPY, Operation
+from vramx.compression.policy.columns import LAYERS, undoes_columns
 from vramx.compression.policy.exactness import FACTORS
 from vramx.compression.policy.weights import MAY_DERIVE, derives_from_parameter
 
@@ -94,6 +95,8 @@ def of_tensor(
         key = key, is_of_products(tensor, operation)
     if operation.name in SLOPES:
         key = key, is_of_decades(operation)
+    if operation.name in LAYERS:
+        key = key, undoes_columns(operation)
     if operation.name in CONVOLUTIONS:
         key = key, is_of_pixels(operation)
     return key, storage

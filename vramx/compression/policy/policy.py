@@ -37,6 +37,7 @@ from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.policy import third_party
 from vramx.compression.policy.calls import GRAPH, STRIDED, Operation
 from vramx.compression.policy.calls import UNKNOWN as UNKNOWN_CALL
+from vramx.compression.policy.columns import LAYERS, undoes_columns
 from vramx.compression.policy.exactness import (
     FACTORS,
     NORMS,
@@ -245,6 +246,7 @@ class SavePolicy:
         exact = exact or (operation.name in FACTORS and not tensor.requires_grad)
         exact = exact or any(graph_of_factor(tensor, operation))
         exact = exact or (operation.name in SLOPES and is_of_decades(operation))
+        exact = exact or (operation.name in LAYERS and undoes_columns(operation))
         return _KEPT[POLICY] if exact else _CHOICES[self._bits]
 
     def _norm(self, tensor: torch.Tensor, operation: Operation) -> Choice:
@@ -319,9 +321,9 @@ def _plain_choices(bits: int, rules: tuple[Rule, ...]) -> dict[str, Choice]:
     named = _rules_by_operation(rules)
     found = dict.fromkeys(PRODUCTS | SMOOTH | SIZE_ONLY, _CHOICES[bits or MASK_BITS])
     found |= dict.fromkeys(SIGN_ONLY, _CHOICES[MASK_BITS])
-    # Attention, recurrent networks, and what may be the power of a power, or one of two slopes that
-    # are taken from one another, depend on what they are called with.
-    others = MAYBE_POWERS | SUMMED | RECURRENT | SLOPES
+    # Attention, recurrent networks, layers, and what may be the power of a power, or one of two
+    # slopes that are taken from one another, depend on what they are called with.
+    others = MAYBE_POWERS | SUMMED | RECURRENT | SLOPES | LAYERS
     return {
         name: choice
         for name, choice in found.items()
