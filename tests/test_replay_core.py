@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from random_trainings import RandomTraining
 from samples import Recorder
 
 from benchmarks import weights
@@ -36,6 +37,8 @@ RESERVED_OVER_LIVE = 1.01
 CAPACITY_OVER_LIVE = 1.01
 RECORDED_CAPACITY_OVER_LIVE = 1.005
 WEIGHTS_OVER_LIVE = 1.005
+# Of trainings that nobody wrote: on average, and each.
+RANDOM_TRAININGS, RANDOM_MEAN, RANDOM_WORST = 24, 1.01, 1.03
 DRIVER_TIME_SHARE = 0.01
 DRIVER_MODEL_FACTOR = 1.5
 
@@ -148,6 +151,18 @@ def test_the_layout_at_the_peak_holds_the_live_bytes(name: str) -> None:
     # Each block is its request rounded up to 512 bytes.
     over_bytes = sum(span["size"] for span in spans) - program(name).peak_live_bytes
     assert 0 <= over_bytes < 512 * len({span["allocation"] for span in spans})
+
+
+# --- programs that nobody wrote ------------------------------------------------------------------
+
+
+def test_random_trainings_reserve_little_more_than_is_live() -> None:
+    ratios = []
+    for seed in range(RANDOM_TRAININGS):
+        replay = open_replay(RandomTraining(seed).arrays())
+        ratios.append(replay.run("vramx")["peak_reserved_bytes"] / replay.peak_live_bytes)
+    assert float(np.mean(ratios)) <= RANDOM_MEAN
+    assert max(ratios) <= RANDOM_WORST
 
 
 # --- weights: what stays, of odd sizes -----------------------------------------------------------
