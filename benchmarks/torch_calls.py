@@ -48,7 +48,7 @@ SOURCE = Path(__file__).resolve().parent / "torch_calls.cpp"
 CHILD = PROGRAMS / "_calls.py"
 OURS = "vramx"
 PASSES = 22  # the first sixteen are not counted
-TURNS, QUICK_TURNS = 5, 2
+TURNS, QUICK_TURNS = 3, 2
 LIMIT_S = 300.0
 # The most that a call may take, in native's, by how its case's name ends (programs/_calls.py); a
 # loop in Python has no goal, for most of its time is the interpreter's.
