@@ -55,7 +55,6 @@ RULES = {
     "a smallest piece of 64 KiB": Edit(
         "planner.cpp", "kSmallestPiece{64 << 10};", "kSmallestPiece{512};"
     ),
-    "a stitch must spare 1/512": Edit("planner.cpp", "kWorth = 512;", "kWorth = 1ull << 62;"),
     "small blocks keep their chunks": Edit(
         "planner.cpp",
         "const bool is_kept = may_grow &&",

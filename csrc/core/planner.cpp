@@ -10,8 +10,6 @@ namespace {
 
 // Extents below this have no part in a stitch.
 constexpr Bytes kSmallestPiece{64 << 10};
-// A stitch spares more than this part of the block.
-constexpr std::uint64_t kWorth = 512;
 // Holes below a unit of growth are few while they are less than this part of memory.
 constexpr std::uint64_t kFewHoles = 256;
 // A stitch takes what is largest, which is not always best: one that lacks less than this part of
@@ -122,13 +120,6 @@ Bytes Planner::largest_stitch(const Request& request) const {
   return request.size - pieces_for(request).missing;
 }
 
-// Growing alone makes half the mappings: a stitch that spares next to nothing of what it maps is
-// not worth the others.
-bool Planner::is_growth_as_good(const Plan& alone, const Request& request, Bytes missing) const {
-  const Bytes spared{request.size.count / kWorth};
-  return alone && alone.growth.bytes <= round_up(missing, state_.granularity) + spared;
-}
-
 Plan Planner::stitch(const Request& request) const {
   const StitchPlan pieces = pieces_for(request);
   // What is free in an alias is a plan too: where the one that was found lacks much nobody looks.
@@ -136,8 +127,10 @@ Plan Planner::stitch(const Request& request) const {
     if (Plan plan = alias(request)) return plan;
   }
   if (pieces.missing) {
+    // Where a stitch spares nothing, growth alone makes half the mappings.
     Plan alone = growth(request, Zone::kLarge);
-    if (is_growth_as_good(alone, request, pieces.missing)) return alone;
+    const Bytes missing = round_up(pieces.missing, state_.granularity);
+    if (alone && alone.growth.bytes <= missing) return alone;
   }
   return request.may_stitch ? stitch_of(pieces, request) : Plan{};
 }

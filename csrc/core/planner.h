@@ -45,7 +45,6 @@ class Planner {
   StitchPlan pieces_for(const Request& request) const;
   Growth growth_by(Zone zone, Bytes bytes, const Request& request) const;
   bool has_few_holes() const;
-  bool is_growth_as_good(const Plan& alone, const Request& request, Bytes missing) const;
   void add_waits(Plan* plan, const Request& request) const;
   template <class Visit>
   void for_each_extent_in(const Piece& piece, Visit visit) const;
