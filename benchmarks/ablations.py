@@ -61,7 +61,7 @@ RULES = {
         "const bool is_kept = !may_grow && may_grow &&",
     ),
     "a block begins in the hole where there are many": Edit(
-        "planner.cpp", "rest < alone || !has_few_holes();", "rest < alone;"
+        "planner.cpp", "rest < alone || zone == Zone::kSmall || !has_few_holes();", "rest < alone;"
     ),
     "an alias that exists in place of a stitch": Edit(
         "planner.cpp",

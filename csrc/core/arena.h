@@ -38,7 +38,8 @@ class Arena {
     return indexes_.largest(spans_, zone, stream);
   }
   // The smallest run of `size` bytes or more, and of equals the lowest, of extents for which
-  // may_take(extent); of none where there is none. Looks at every extent.
+  // may_take(extent); of none where there is none. Looks at every extent or, as long as there was
+  // only one stream, at those that are as large.
   template <class MayTake>
   Piece best_run(Bytes size, MayTake may_take) const;
   // What a stitch can be made of: the runs of at least `smallest` bytes in which a chunk begins or
@@ -212,11 +213,21 @@ void Arena::for_each_run(MayTake may_take, Visit visit) const {
 template <class MayTake>
 Piece Arena::best_run(Bytes size, MayTake may_take) const {
   Piece best{};
-  for_each_run(may_take, [&](const Piece& run) {
+  const auto look_at = [&](const Piece& run) {
     if (run.size < size) return;
     const bool is_better =
         !best.size || run.size < best.size || (run.size == best.size && run.begin < best.begin);
     if (is_better) best = run;
+  };
+  if (tags_.has_several()) {
+    for_each_run(may_take, look_at);
+    return best;
+  }
+  indexes_.for_each(ExtentIndexes::kAnyStream, [&](const FreeIndex& index) {
+    index.for_each_from_largest(spans_, size, [&](SpanId id) {
+      if (may_take(id)) look_at({spans_[id].begin, spans_[id].size});
+      return true;
+    });
   });
   return best;
 }

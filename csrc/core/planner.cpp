@@ -220,7 +220,7 @@ bool Planner::has_few_holes() const {
 // otherwise one odd size would shift every later block across the bounds of its chunks, and a chunk
 // that two blocks share is whole for neither. But a hole of less than a unit serves small blocks
 // alone, and weights of an odd size, one after the other, leave one each: where there are more than
-// a few the block begins in the hole.
+// a few the block begins in the hole. A small block always does: no stitch wants its chunk whole.
 Plan Planner::growth(const Request& request, Zone zone) const {
   if (!request.most_growth) return {};
   const Bytes alone = round_up(request.size, state_.granularity);
@@ -241,7 +241,7 @@ Plan Planner::growth(const Request& request, Zone zone) const {
   const Bytes before = end - begin;
   if (before && before < request.size) {
     const Bytes rest = round_up(request.size - before, state_.granularity);
-    const bool is_taken = rest < alone || !has_few_holes();
+    const bool is_taken = rest < alone || zone == Zone::kSmall || !has_few_holes();
     Growth growth = is_taken ? growth_by(zone, rest, request) : Growth{};
     if (growth && growth.gap == plan.growth.gap) {
       return {.growth = std::move(growth),
