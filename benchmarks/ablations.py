@@ -58,7 +58,7 @@ RULES = {
     "small blocks keep their chunks": Edit(
         "planner.cpp",
         "const bool is_kept = may_grow &&",
-        "const bool is_kept = !may_grow && may_grow &&",
+        "const bool is_kept = false && may_grow &&",
     ),
     "a block begins in the hole where there are many": Edit(
         "planner.cpp", "rest < alone || zone == Zone::kSmall || !has_few_holes();", "rest < alone;"

@@ -77,3 +77,21 @@ def test_objects_that_are_not_looked_at_are_told_of() -> None:
         y = vramx.checkpoint(lambda x: 2 * items[-1](x), torch.randn(4, WIDTH, requires_grad=True))
     y.sum().backward()
     assert norm.num_batches_tracked == 1
+
+
+class _Bag(list[Any]):
+    pass
+
+
+class _Names(dict[str, Any]):
+    pass
+
+
+@pytest.mark.parametrize("bag", [_Bag(), _Bag([1, 2]), _Names(), _Names(a=1)])
+def test_a_container_of_a_class_of_its_own_has_its_attributes_too(bag: Any) -> None:
+    bag.norm = nn.BatchNorm1d(4)
+    layer = nn.Linear(4, 4)
+    vramx.checkpoint(
+        lambda x: bag.norm(layer(x)).tanh(), torch.randn(8, 4), level="keep"
+    ).sum().backward()
+    assert bag.norm.num_batches_tracked == 1

@@ -37,7 +37,8 @@ RESERVED_OVER_LIVE = 1.01
 CAPACITY_OVER_LIVE = 1.01
 RECORDED_CAPACITY_OVER_LIVE = 1.005
 WEIGHTS_OVER_LIVE = 1.005
-# Of trainings that nobody wrote: on average, and each.
+# Of trainings that nobody wrote: on average what is promised of each recorded one, and each no more
+# than three times as much beyond what is live.
 RANDOM_TRAININGS, RANDOM_MEAN, RANDOM_WORST = 24, 1.01, 1.03
 DRIVER_TIME_SHARE = 0.01
 DRIVER_MODEL_FACTOR = 1.5

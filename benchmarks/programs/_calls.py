@@ -5,7 +5,7 @@
 Prints one line of JSON for each turn of a case as soon as it is measured, so that a crash takes
 only what comes after it; it waits for each, and holds no memory at its end. In this order:
 
-    NAME raw                    the first program of one stream, which has run before
+    NAME raw                    the first program of one stream
     NAME raw after a graph      the same, with a captured graph alive
     NAME raw beside a pool      the same, with a MemPool alive
     NAME raw, NAME tensor       the programs of one stream, the first as a tensor only; torch.empty

@@ -65,7 +65,8 @@ class _Search:
         elif isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
             parts = value.__self__, *reached_from(value.__func__)
         elif isinstance(value, (list, tuple)):
-            parts, depth = self._items(value) if depth else (), depth - 1
+            items = self._items(value) if depth else ()
+            parts, depth = (*items, *_modules_in(value)), depth - 1  # a class's own attributes too
         elif depth and not isinstance(value, Tensor):
             parts, depth = reached_from(value) or _modules_in(value), depth - 1
         for part in parts:
@@ -114,9 +115,9 @@ def _modules_in(value: Any) -> list[nn.Module]:
     """Return the modules that a dictionary or an object has, by themselves or in containers."""
     if isinstance(value, _WITHOUT_MODULES):
         return []
-    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    held = (value if isinstance(value, dict) else {}, getattr(value, "__dict__", {}))
     found: list[nn.Module] = []
-    for each in _with_parts((held or {}).values()):
+    for each in (part for named in held for part in _with_parts(named.values())):
         if isinstance(each, nn.Module):
             found.append(each)
         elif type(each) in (list, tuple, dict):
