@@ -47,6 +47,10 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of columns": lambda x, w: x @ (w.t() / scale()[:, None]),
     "a weight first": lambda x, w: (w / scale()) @ x.t(),
     "addmm": lambda x, w: torch.addmm(torch.zeros(OUT), x, (w / scale()).t()),
+    "einsum": lambda x, w: torch.einsum("bi,oi->bo", x, w / scale()),
+    "tensordot": lambda x, w: torch.tensordot(x, w / scale(), ([1], [1])),
+    "bmm": lambda x, w: torch.bmm(x[None], (w / scale()).t()[None])[0],
+    "baddbmm": lambda x, w: torch.baddbmm(torch.zeros(1, 1, OUT), x[None], (w / scale()).t()[None]),
     "three dimensions": lambda x, w: linear(x.view(4, -1, WIDTH), (w / scale()).double().float()),
 }
 ALIKE: dict[str, Callable[[Tensor], Tensor]] = {
