@@ -42,9 +42,9 @@ class Edit:
 RULES = {
     "recurrence": Edit("config.h", "repeats_placements = true;", "repeats_placements = false;"),
     "a question where the counterpart waits": Edit(
-        "slow_path.cpp",
-        "is_apart && quick_.may_ask() && quick_.is_kept_waiting(size, stream);",
-        "is_apart && quick_.may_ask() && size == Bytes{} && stream == kNoId;",
+        "quick_placement.h",
+        "if (!placement.address && is_kept_waiting(size, stream)) {",
+        "if (!placement.address && !size) {",
     ),
     "lifetimes and the place beside kin": Edit(
         "lifetimes.h", "kSmallest{std::uint64_t{1} << 20};", "kSmallest{std::uint64_t{1} << 62};"

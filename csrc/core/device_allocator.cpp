@@ -68,8 +68,8 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   const StreamIndex index = state_.order.index_of(stream);
   // For the block, and from here on: without the lock others look for an entry that none needs.
   state_.order.hold(index);
-  if (!state_.order.is_single()) ask_now_and_then(size, index, lock);
-  Placement placement = quick_.take(size, index);
+  if (!state_.order.is_single()) ask_now_and_then(lock);
+  Placement placement = quick_.take(size, index, [&] { ask_streams(lock); });
   if (!placement.address) [[unlikely]] {
     const Result<Placement> placed = place_slowly(size, index, lock);
     if (!placed.ok()) {
@@ -150,15 +150,16 @@ Status DeviceAllocator::free(Address address, LiveBlock* freed) {
 TagSet DeviceAllocator::tags_of_free(const UsedSpan& block, SpanId first, bool is_marked,
                                      Lock& lock) {
   StreamOrder& order = state_.order;
-  std::vector<StreamIndex> streams{block.stream};  // first: the memory is that stream's own
-  const std::vector<StreamIndex>& users = blocks_.users_of(first);
-  streams.insert(streams.end(), users.begin(), users.end());
+  const std::vector<StreamIndex> users = blocks_.users_of(first);  // marks let the lock go
   is_marked = is_marked || !users.empty();
   for (const StreamIndex user : users) order.count_free(user, size_of(block.requested));
   const InFlight in_flight(state_);
-  const TagSet tags = is_marked ? order.mark(streams, lock) : TagSet(order.stamp(block.stream));
+  // The first tag says whose own the memory is.
+  TagSet tags(is_marked ? order.mark(block.stream, lock) : order.stamp(block.stream));
+  for (const StreamIndex user : users) tags.add(order.mark(user, lock));
   // Not before: marks are recorded without the lock, and the tags keep the entries from now on.
-  for (const StreamIndex stream : streams) order.let_go(stream);
+  order.let_go(block.stream);
+  for (const StreamIndex user : users) order.let_go(user);
   return tags;
 }
 

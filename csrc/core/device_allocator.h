@@ -142,7 +142,7 @@ class DeviceAllocator {
   Result<Placement> try_all(Bytes size, StreamIndex stream, Lock& lock);
   Result<Placement> try_within(Request request, Lock& lock);
   void ask_streams(Lock& lock);
-  void ask_now_and_then(Bytes size, StreamIndex stream, Lock& lock);
+  void ask_now_and_then(Lock& lock);
   void note_asker(StreamIndex stream);
   void relieve(Lock& lock);
   void learn_all(Lock& lock);

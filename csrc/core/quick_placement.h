@@ -23,17 +23,16 @@ class QuickPlacement {
         tiny_(Planner::tiny_size(state.granularity)),
         recurrence_(state.grounds.arena.begin) {}
 
-  // Whether the request's counterpart went where memory is free, but not known to be over for this
-  // stream: it would take the place of another, and so on, until one needs a stitch.
-  bool is_kept_waiting(Bytes size, StreamIndex stream) const;
-  // Whether the streams may be asked now; after a question in vain, kPause requests later.
-  bool may_ask() { return pause_ == 0 || --pause_ == 0; }
-  void note_asked_in_vain() { pause_ = kPause; }
-
-  // No address where nothing fits.
-  Placement take(Bytes size, StreamIndex stream) {
+  // No address where nothing fits. `ask` finds out what is over, and may let the lock go.
+  template <class Ask>
+  Placement take(Bytes size, StreamIndex stream, Ask ask) {
     if (recurrence_.is_running()) {
-      const Placement placement = take_as_before(size, stream);
+      Placement placement = take_as_before(size, stream);
+      if (!placement.address && is_kept_waiting(size, stream)) {
+        ask();
+        placement = take_as_before(size, stream);
+        if (!placement.address) pause_ = kPause;
+      }
       if (placement.address) return placement;
     }
     const Zone zone = size <= tiny_ ? Zone::kSmall : Zone::kLarge;
@@ -74,10 +73,11 @@ class QuickPlacement {
     return state_.arena.is_own(extent, stream) ||
            state_.order.is_ordered(state_.arena.tags_of(extent), stream);
   }
-  // A question takes a microsecond or more.
+  // A question takes a microsecond or more: after one in vain so many are left out.
   static constexpr std::uint32_t kPause = 64;
 
   Placement take_as_before(Bytes size, StreamIndex stream);
+  bool is_kept_waiting(Bytes size, StreamIndex stream);
   Placement take_alias(Address place, Bytes size, StreamIndex stream);
   bool may_take(const Piece& run, StreamIndex stream) const;
   SpanId take_large(SpanId best, Bytes size, StreamIndex stream);

@@ -108,18 +108,14 @@ void DeviceAllocator::ask_streams(Lock& lock) {
   if (state_.order.is_single() && !has_many_aliases) return;
   state_.order.ask(lock);
   if (state_.config.cross_stream != CrossStream::kNever) state_.drop_tags_over();
+  if (state_.arena.tells_apart() && requests_alone_ >= kRequestsAlone) state_.arena.let_mix();
 }
 
-// Before the fast path: where the request's counterpart went waits for a stream, or nothing was
-// asked for a while.
-void DeviceAllocator::ask_now_and_then(Bytes size, StreamIndex stream, Lock& lock) {
+// Before the fast path, where nothing was asked for a while.
+void DeviceAllocator::ask_now_and_then(Lock& lock) {
   const bool is_apart = state_.arena.tells_apart();
-  const bool is_waiting = is_apart && quick_.may_ask() && quick_.is_kept_waiting(size, stream);
-  const std::uint32_t most = is_apart ? kRequestsUnasked : kRequestsUnaskedAlone;
-  if (!is_waiting && ++requests_unasked_ < most) return;
+  if (++requests_unasked_ < (is_apart ? kRequestsUnasked : kRequestsUnaskedAlone)) return;
   ask_streams(lock);
-  if (is_apart && requests_alone_ >= kRequestsAlone) state_.arena.let_mix();
-  if (is_waiting && quick_.is_kept_waiting(size, stream)) quick_.note_asked_in_vain();
 }
 
 // While one stream alone comes to the slow path, nobody else wants what it frees, and the stream

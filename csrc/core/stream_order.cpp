@@ -165,8 +165,8 @@ void StreamOrder::thin_out(State& state) {
   state.marks.swap(kept);
 }
 
-TagSet StreamOrder::mark(StreamIndex stream, Lock& lock) {
-  if (!may_record(streams_[stream])) return TagSet(stamp(stream));
+Tag StreamOrder::mark(StreamIndex stream, Lock& lock) {
+  if (!may_record(streams_[stream])) return stamp(stream);
   Pending pending = begin_mark(stream);
   ++under_way_;
   lock.unlock();
@@ -174,13 +174,7 @@ TagSet StreamOrder::mark(StreamIndex stream, Lock& lock) {
   lock.lock();
   --under_way_;
   finish_mark(pending);
-  return TagSet(Tag{stream, pending.mark.number});
-}
-
-TagSet StreamOrder::mark(const std::vector<StreamIndex>& streams, Lock& lock) {
-  TagSet tags;
-  for (const StreamIndex stream : streams) tags.add(mark(stream, lock));
-  return tags;
+  return {stream, pending.mark.number};
 }
 
 // --- questions ----------------------------------------------------------------------------------

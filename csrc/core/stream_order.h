@@ -96,9 +96,8 @@ class StreamOrder {
   }
   // Counts such a free for another stream that the memory was used on.
   void count_free(StreamIndex user, Bytes size) { streams_[user].uncovered += size; }
-  // Records a mark on each stream where that can be, and returns the tags of what is freed now.
-  TagSet mark(const std::vector<StreamIndex>& streams, Lock& lock);
-  TagSet mark(StreamIndex stream, Lock& lock);
+  // Records a mark on the stream where that can be, and returns the tag of what is freed now.
+  Tag mark(StreamIndex stream, Lock& lock);
 
   // --- questions without a driver call ----------------------------------------------------------
   // Whether work that `reader` queues from now on runs after `tag`.

@@ -56,7 +56,7 @@ struct Fixture {
   // As the allocator frees: of work that is under way.
   void free(const Placement& placement, StreamIndex stream) {
     EXPECT(sim->submit(state.order.name_of(stream)).ok());
-    const TagSet tags = state.order.mark(stream, lock);
+    const TagSet tags(state.order.mark(stream, lock));
     for (SpanId span = placement.first_span; span != kNoId;) {
       const SpanId next = state.arena.used(span).next;
       state.arena.give_back(span, tags);

@@ -16,6 +16,7 @@ struct Fixture {
   DeviceState state{*sim, {}, {kPage * 64, {kBase, kPage * 64}, {kBase + kPage * 128, kPage * 64}}};
   QuickPlacement quick{state};
   Address page;
+  int questions = 0;
 
   Fixture() {
     EXPECT(state.order.index_of(Stream::kDefault) == kStream);
@@ -25,6 +26,9 @@ struct Fixture {
     page = state.arena.span(building).begin;
     state.arena.finish_mapped(building, {{kPage, ChunkHandle{1}}});
     state.arena.give_back(building, TagSet());
+  }
+  Placement place_block(Bytes size) {
+    return quick.take(size, kStream, [&] { ++questions; });
   }
   SpanId take(Address at, Bytes size) {
     return state.arena.take_at(state.arena.span_at(at), at, size);
@@ -53,7 +57,7 @@ struct Fixture {
 CHECK(Fixture, a_run_of_two_extents_serves_the_counterpart) {
   const Address at = free_two_extents(page);
   repeat_until(kHalf * 2, at);
-  const Placement placement = quick.take(kHalf * 2, kStream);
+  const Placement placement = place_block(kHalf * 2);
   EXPECT(placement.address == at);
   EXPECT(state.arena.used(placement.first_span).next != kNoId);
   EXPECT(state.arena.check().empty());
@@ -69,11 +73,32 @@ CHECK(Nothing, a_run_behind_many_small_blocks_is_taken_whole_or_left) {
     for (std::uint64_t n = 0; n < blocks; ++n) fresh.take(fresh.page + kBlockUnit * n, kBlockUnit);
     const Address at = fresh.free_two_extents(fresh.page + kBlockUnit * blocks);
     fresh.repeat_until(kHalf * 2, at);
-    const Placement placement = fresh.quick.take(kHalf * 2, kStream);
+    const Placement placement = fresh.place_block(kHalf * 2);
     (placement.address == at ? was_taken : was_left) = true;
     EXPECT(fresh.state.arena.check().empty());
   }
   EXPECT(was_taken && was_left);
+}
+
+CHECK(Fixture, streams_are_asked_where_the_counterparts_place_waits_and_in_vain_not_at_once_again) {
+  const StreamIndex other = state.order.index_of(sim->create_stream().value());
+  const Bytes rest = kPage - kHalf;
+  take(page, kHalf);
+  take(page + kHalf, rest);
+  state.arena.give_back(state.arena.span_at(page), TagSet(Tag{other, 1}));
+  const auto ask_again = [&] {
+    repeat_until(kHalf, page);
+    return place_block(kHalf);
+  };
+  state.arena.let_mix();
+  ask_again();
+  EXPECT(questions == 0);  // while no other stream asks for memory it has its own
+  state.arena.tell_apart();
+  EXPECT(!ask_again().address && questions == 1);
+  for (int request = 1; request < 64; ++request) ask_again();
+  EXPECT(questions == 1);
+  ask_again();
+  EXPECT(questions == 2);
 }
 
 // A second mapping of the page.
@@ -88,7 +113,7 @@ CHECK(Fixture, the_alias_of_the_counterpart_serves_it) {
   const Address place = state.aliases[alias].base + kHalf;
   free_two_extents(page + kHalf);
   repeat_until(kHalf * 2, place);
-  const Placement placement = quick.take(kHalf * 2, kStream);
+  const Placement placement = place_block(kHalf * 2);
   EXPECT(placement.address == place && placement.alias == alias);
   EXPECT(state.aliases[alias].pins == 1);
   EXPECT(state.stats.num_alias_hits == 1);
@@ -101,7 +126,7 @@ CHECK(Fixture, an_alias_whose_memory_is_used_is_left) {
   const AliasId alias = alias_of_page(*this);
   free_two_extents(page);
   repeat_until(kHalf * 2, state.aliases[alias].base + kHalf);
-  EXPECT(quick.take(kHalf * 2, kStream).alias == kNoId);
+  EXPECT(place_block(kHalf * 2).alias == kNoId);
   EXPECT(state.aliases[alias].pins == 0);
 }
 
@@ -110,11 +135,11 @@ CHECK(Fixture, an_alias_that_is_being_unmapped_is_left) {
   free_two_extents(page);
   repeat_until(kHalf * 2, state.aliases[alias].base);
   state.aliases.set_leaving(alias, true);
-  EXPECT(quick.take(kHalf * 2, kStream).alias == kNoId);
+  EXPECT(place_block(kHalf * 2).alias == kNoId);
   state.aliases.set_leaving(alias, false);
   state.aliases.remove(alias, state.arena);
   repeat_until(kHalf * 2, state.grounds.aliases.begin);
-  EXPECT(quick.take(kHalf * 2, kStream).alias == kNoId);
+  EXPECT(place_block(kHalf * 2).alias == kNoId);
 }
 
 CHECK(Fixture, an_alias_that_ends_before_the_request_is_left) {
@@ -122,7 +147,7 @@ CHECK(Fixture, an_alias_that_ends_before_the_request_is_left) {
   free_two_extents(page);
   const Address near_end = state.aliases[alias].base + (kPage - kHalf);
   repeat_until(kHalf * 2, near_end);
-  EXPECT(quick.take(kHalf * 2, kStream).alias == kNoId);
+  EXPECT(place_block(kHalf * 2).alias == kNoId);
 }
 
 }  // namespace vramx::units::quick_placement_claims

@@ -133,8 +133,9 @@ CHECK(Two, every_free_of_a_stream_that_may_end_is_marked) {
   EXPECT(record_count() == records + 1);
 }
 
-CHECK(Two, a_free_of_memory_of_several_streams_marks_each) {
-  const TagSet tags = order.mark({a, b}, lock);
+CHECK(Two, tags_of_several_streams_have_marks_where_each_does) {
+  TagSet tags(order.mark(a, lock));
+  tags.add(order.mark(b, lock));
   EXPECT(tags.size() == 2 && tags[0].stream != tags[1].stream);
   EXPECT(order.has_marks(tags, enter(Stream::kDefault)));
 }

@@ -58,7 +58,7 @@ struct StreamFixture {
   }
   // As the allocator does for one block of one stream.
   Tag free(StreamIndex index, Bytes size = kMarkedFree) {
-    return order.wants_mark(index, size, true) ? order.mark(index, lock)[0] : order.stamp(index);
+    return order.wants_mark(index, size, true) ? order.mark(index, lock) : order.stamp(index);
   }
   // With an item of work before it.
   Tag work_and_free(StreamIndex index, Bytes size = kMarkedFree) {
