@@ -75,6 +75,12 @@ KINDS = (
         vramx_only=("refused",),
     ),
     Kind(
+        "kind_random_users",
+        ("roomy", "crowded", "unordered"),
+        # They work on streams that are destroyed, whose handles come again.
+        vramx_only=("roomy", "crowded"),
+    ),
+    Kind(
         "kind_tiny_survivors",
         ("statistics", "metrics", "optimizer_state", "replay_buffer"),
         alone=("statistics",),
