@@ -133,6 +133,8 @@ StreamOrder::Pending StreamOrder::begin_mark(StreamIndex index) {
 
 // Without the lock, or with it where it cannot be let go.
 void StreamOrder::record(Pending& pending) {
+  const OutsideCapture outside(surroundings_, pending.name);
+  if (!outside.may_call()) return;
   Event& event = pending.mark.event;
   if (event == Event::kNone) event = events_.create(pending.name.device);
   pending.is_recorded = event != Event::kNone && driver_.record_event(event, pending.name).ok();

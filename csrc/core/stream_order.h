@@ -223,7 +223,6 @@ class StreamOrder {
   bool is_waited_for(StreamIndex index, std::uint64_t number) const;
   void note_over(StreamIndex index, std::uint64_t number);
   std::vector<std::uint64_t> close_numbers(int device);
-  bool may_touch_device(int device) const;
   template <class Is>
   std::vector<int> devices_where(Is is) const;
   void cover_streams(Lock& lock);

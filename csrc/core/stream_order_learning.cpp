@@ -125,12 +125,6 @@ std::vector<std::uint64_t> StreamOrder::close_numbers(int device) {
   return numbers;
 }
 
-// A device as a whole is neither marked nor waited for while a graph is captured on it: that would
-// spoil the capture.
-bool StreamOrder::may_touch_device(int device) const {
-  return surroundings_ == nullptr || !surroundings_->is_capturing(device);
-}
-
 void StreamOrder::cover_streams(Lock& lock) {
   for (StreamIndex index = 0; index < streams_.size(); ++index) {
     if (streams_[index].has_uncovered && streams_[index].is_lasting) mark(index, lock);
@@ -164,7 +158,9 @@ void StreamOrder::cover_device(int device, Lock& lock) {
   const bool has_captured =
       std::any_of(captured_.begin(), captured_.end(),
                   [&](const Captured& each) { return each.name.device == device; });
-  if (has_captured || !may_touch_device(device)) return;
+  if (has_captured) return;
+  const OutsideCapture outside(surroundings_, device);
+  if (!outside.may_call()) return;
   DeviceMark mark{++device_marks_made_, device, events_.take(device), close_numbers(device)};
   ++under_way_;
   lock.unlock();
@@ -185,7 +181,8 @@ void StreamOrder::cover_device(int device, Lock& lock) {
 
 void StreamOrder::settle(Lock& lock) {
   for (const int device : devices_where([](const State& state) { return !state.is_quiet(); })) {
-    if (!may_touch_device(device)) continue;
+    const OutsideCapture outside(surroundings_, device);
+    if (!outside.may_call()) continue;
     const std::vector<std::uint64_t> numbers = close_numbers(device);
     ++under_way_;
     lock.unlock();

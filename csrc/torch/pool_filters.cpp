@@ -46,11 +46,15 @@ bool PoolFilters::is_over(Entry& entry, cudaStream_t beginning) {
 
 void PoolFilters::add(DeviceIndex device, MempoolId_t pool, StreamFilter filter) {
   const Capture capture = capture_of(device, filter);
-  const std::lock_guard lock(mutex_);
-  std::erase_if(abandoned_,
-                [&](const Abandoned& each) { return each.device == device && each.pool == pool; });
-  entries_.push_back({device, pool, std::move(filter), capture});
-  change_count(device, 1);
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(abandoned_, [&](const Abandoned& each) {
+      return each.device == device && each.pool == pool;
+    });
+    entries_.push_back({device, pool, std::move(filter), capture});
+    change_count(device, 1);
+  }
+  await_calls(device);
 }
 
 PoolFilters::Removal PoolFilters::remove(DeviceIndex device, MempoolId_t pool) {
@@ -93,12 +97,36 @@ bool PoolFilters::match(DeviceIndex device, cudaStream_t stream) const {
   });
 }
 
-bool PoolFilters::is_filling(DeviceIndex device) const {
-  if (!has_any(device)) return false;
+// Counted before it looks, as add() adds before it looks at the count: one of them sees the other.
+template <class Spoils>
+bool PoolFilters::begin_call_unless(DeviceIndex device, Spoils spoils) {
+  std::atomic<int>& calls = calls_[static_cast<std::size_t>(device)];
+  ++calls;
+  if (!has_any(device)) return true;
   const std::lock_guard lock(mutex_);
-  return std::any_of(entries_.begin(), entries_.end(), [&](Entry& entry) {
-    return entry.device == device && !is_over(entry, nullptr);
+  const bool is_spoilt = std::any_of(entries_.begin(), entries_.end(), [&](Entry& entry) {
+    return entry.device == device && spoils(entry.capture) && !is_over(entry, nullptr);
   });
+  if (is_spoilt) --calls;
+  return !is_spoilt;
+}
+
+bool PoolFilters::begin_call(DeviceIndex device, cudaStream_t stream) {
+  return begin_call_unless(device, [&](const Capture& capture) {
+    return capture.stream != nullptr && c10::cuda::getCurrentCUDAStream(device).stream() != stream;
+  });
+}
+
+bool PoolFilters::begin_device_call(DeviceIndex device) {
+  return begin_call_unless(device, [](const Capture&) { return true; });
+}
+
+void PoolFilters::await_calls(DeviceIndex device) const {
+  const auto deadline = std::chrono::steady_clock::now() + kLongestCall;
+  while (calls_[static_cast<std::size_t>(device)] > 0 &&
+         std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(kLook);
+  }
 }
 
 void PoolFilters::change_count(DeviceIndex device, int by) {

@@ -13,6 +13,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -35,7 +36,8 @@ class PoolFilters {
   explicit PoolFilters(Flags& flags) : flags_(flags) {}
 
   // To be called on the thread that is about to capture, on its current stream, before the capture
-  // begins, as torch does. May raise what the filter raises; nothing is added then.
+  // begins, as torch does. Returns once no call is under way that would spoil the capture, and
+  // would not be seen by it. May raise what the filter raises; nothing is added then.
   void add(DeviceIndex device, MempoolId_t pool, StreamFilter filter);
   Removal remove(DeviceIndex device, MempoolId_t pool);
   // Forgets the captures that are over without an end, and returns them. Costs a call of CUDA for
@@ -45,8 +47,14 @@ class PoolFilters {
   bool is_look_due() { return looks_.fetch_add(1, std::memory_order_relaxed) % kLookPeriod == 0; }
 
   bool match(DeviceIndex device, cudaStream_t stream) const;
-  // Whether a filter is active whose capture is not over. Without a lock where none is active.
-  bool is_filling(DeviceIndex device) const;
+  // Around a call of the driver on a stream: false, and no end is to follow, where a capture is
+  // under way or about to begin. That of a stream that the calling thread works on is its own to
+  // begin, so that the driver can say. Without a lock where no filter is active.
+  bool begin_call(DeviceIndex device, cudaStream_t stream);
+  // The same of a call for the device as a whole; false where a pool is filled without a capture,
+  // too.
+  bool begin_device_call(DeviceIndex device);
+  void end_call(DeviceIndex device) { --calls_[static_cast<std::size_t>(device)]; }
   // Without a lock; right once those that were abandoned have been taken.
   bool has_any(DeviceIndex device) const { return count(device).load() > 0; }
   bool has_any() const { return flags_.has(Flag::kPools); }
@@ -55,6 +63,11 @@ class PoolFilters {
   // An eager program gets back to the fast way after so many requests; captures of other threads
   // meanwhile are asked at one request in as many.
   static constexpr std::uint32_t kLookPeriod = 16;
+  // A call is over, or the driver has looked at it, after microseconds, or once its thread has its
+  // core again. One that goes on, as a wait for the device does, spoils no capture that begins then
+  // (measured, H200).
+  static constexpr std::chrono::milliseconds kLongestCall{100};
+  static constexpr std::chrono::microseconds kLook{20};
 
   // Where a capture takes place; no stream for a pool that is filled without one.
   struct Capture {
@@ -80,9 +93,13 @@ class PoolFilters {
     return counts_[static_cast<std::size_t>(device)];
   }
   void change_count(DeviceIndex device, int by);  // under the lock
+  template <class Spoils>
+  bool begin_call_unless(DeviceIndex device, Spoils spoils);
+  void await_calls(DeviceIndex device) const;
 
   Flags& flags_;                                        // kPools is set while entries_ is not empty
   std::array<std::atomic<int>, kMaxDevices> counts_{};  // of entries_ by device
+  std::array<std::atomic<int>, kMaxDevices> calls_{};   // under way
   std::atomic<std::uint32_t> looks_{0};
   mutable std::mutex mutex_;
   mutable std::vector<Entry> entries_;

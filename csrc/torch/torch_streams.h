@@ -5,7 +5,7 @@
 // so that a handle is only known while it is the calling thread's current stream.
 //
 // Thread-safe; a look costs torch's own look-up of the current stream, and while a graph or a pool
-// is filled on the device is_capturing() takes the filters' lock.
+// is filled on the device a call of the driver takes the filters' lock.
 #pragma once
 
 #include "core/surroundings.h"
@@ -19,16 +19,20 @@ bool is_kept_by_torch(c10::cuda::CUDAStream stream);
 
 class TorchStreams final : public Surroundings {
  public:
-  explicit TorchStreams(const PoolFilters& filters) : filters_(filters) {}
+  explicit TorchStreams(PoolFilters& filters) : filters_(filters) {}
 
   bool is_lasting(StreamName stream) const override;
   bool is_current(StreamName stream) const override;
-  bool is_capturing(int device) const override {
-    return filters_.is_filling(static_cast<DeviceIndex>(device));
+  bool begin_call(StreamName stream) const override {
+    return filters_.begin_call(static_cast<DeviceIndex>(stream.device), cuda_stream(stream.handle));
   }
+  bool begin_device_call(int device) const override {
+    return filters_.begin_device_call(static_cast<DeviceIndex>(device));
+  }
+  void end_call(int device) const override { filters_.end_call(static_cast<DeviceIndex>(device)); }
 
  private:
-  const PoolFilters& filters_;
+  PoolFilters& filters_;
 };
 
 }  // namespace vramx

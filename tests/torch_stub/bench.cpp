@@ -127,9 +127,13 @@ BENCH int bench_is_lasting(std::uintptr_t stream, int device) {
 BENCH int bench_is_current(std::uintptr_t stream, int device) {
   return recording_core().surroundings->is_current({Stream{stream}, device});
 }
-BENCH int bench_is_capturing(int device) {
-  return recording_core().surroundings->is_capturing(device);
+BENCH int bench_begin_call(std::uintptr_t stream, int device) {
+  return recording_core().surroundings->begin_call({Stream{stream}, device});
 }
+BENCH int bench_begin_device_call(int device) {
+  return recording_core().surroundings->begin_device_call(device);
+}
+BENCH void bench_end_call(int device) { recording_core().surroundings->end_call(device); }
 
 BENCH void bench_enable(int value) { current().enable(value != 0); }
 

@@ -82,7 +82,9 @@ class Streams final : public Surroundings {
 
   bool is_lasting(StreamName stream) const override;
   bool is_current(StreamName stream) const override;
-  bool is_capturing(int) const override { return any_captures(); }
+  bool begin_call(StreamName) const override { return true; }  // the driver says in time
+  void end_call(int) const override {}
+  bool begin_device_call(int) const override { return !any_captures(); }
 
  private:
   Life& life(std::uint32_t stream) { return lives_[current_[stream]]; }

@@ -167,6 +167,46 @@ CHECK(Two, a_mark_that_is_being_recorded_is_one_to_wait_for) {
 
 // --- captures -----------------------------------------------------------------------------------
 
+// It may begin between the driver's answer that there is none and the mark.
+CHECK(Two, a_stream_of_another_thread_is_not_marked_while_a_graph_is_captured) {
+  known.is_capturing = true;
+  const std::uint64_t records = record_count();
+  const Tag tag = free(a);
+  order.ask(lock);
+  EXPECT(record_count() == records && !order.has_marks(TagSet(tag), b));
+  known.is_capturing = false;
+  order.ask(lock);
+  EXPECT(order.is_over(tag) && record_count() == records + 1 && known.calls == 0);
+}
+
+CHECK(Two, the_stream_that_the_thread_works_on_is_marked_beside_a_capture) {
+  known.is_capturing = true;
+  known.current = on_a;
+  const Tag tag = free(a);
+  EXPECT(order.has_marks(TagSet(tag), b) && known.calls == 0);
+}
+
+CHECK(Two, a_device_is_neither_marked_nor_waited_for_while_a_graph_is_captured) {
+  const StreamIndex foreign = enter_foreign(sim->create_stream(0));
+  known.current = Stream::kDefault;  // so that it may be gone
+  const Tag tag = free(foreign);
+  known.is_capturing = true;
+  order.cover(lock);
+  order.settle(lock);
+  EXPECT(!order.is_over(tag) && known.calls == 0);
+  EXPECT(sim->call_count(CallKind::kRecordDevice) + sim->call_count(CallKind::kSynchronize) == 0);
+  known.is_capturing = false;
+  order.settle(lock);
+  EXPECT(order.is_over(tag) && known.calls == 0);
+}
+
+CHECK(Two, a_capture_that_begins_is_held_off_by_a_mark_that_is_being_recorded) {
+  int calls = 0;
+  driver.at_mark = [&] { calls = known.calls; };
+  free(a);
+  EXPECT(calls == 1 && known.calls == 0);
+}
+
 CHECK(Two, what_is_freed_in_a_capture_is_covered_by_the_first_mark_after_it) {
   REQUIRE(sim->begin_capture(on_a).ok());
   const Tag tag = free(a);

@@ -26,11 +26,23 @@ class KnownStreams final : public Surroundings {
     return std::find(lasting.begin(), lasting.end(), stream.handle) != lasting.end();
   }
   bool is_current(StreamName stream) const override { return stream.handle == current; }
-  bool is_capturing(int device) const override { return device == capturing; }
+  // While a graph is captured only the stream that the thread works on is left to it.
+  bool begin_call(StreamName stream) const override {
+    return count_call(!is_capturing || stream.handle == current);
+  }
+  bool begin_device_call(int) const override { return count_call(!is_capturing); }
+  void end_call(int) const override { --calls; }
 
   std::vector<Stream> lasting;
   Stream current = Stream::kDefault;
-  int capturing = -1;
+  bool is_capturing = false;
+  mutable int calls = 0;  // under way
+
+ private:
+  bool count_call(bool may_call) const {
+    calls += may_call ? 1 : 0;
+    return may_call;
+  }
 };
 
 // Two streams that last, and the default one, which is the first.
