@@ -43,8 +43,8 @@ RULES = {
     "recurrence": Edit("config.h", "repeats_placements = true;", "repeats_placements = false;"),
     "a question where the counterpart waits": Edit(
         "quick_placement.h",
-        "if (!placement.address && is_kept_waiting(size, stream)) {",
-        "if (!placement.address && !size) {",
+        "is_kept_waiting(size, stream) && may_ask()) {",
+        "!size) {",
     ),
     "lifetimes and the place beside kin": Edit(
         "lifetimes.h", "kSmallest{std::uint64_t{1} << 20};", "kSmallest{std::uint64_t{1} << 62};"

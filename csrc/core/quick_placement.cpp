@@ -11,12 +11,11 @@ constexpr std::uint64_t kLoose = 5;
 
 // Whether the request's counterpart went where memory is free, but not known to be over for this
 // stream: it would take the place of another, and so on, until one needs a stitch.
-bool QuickPlacement::is_kept_waiting(Bytes size, StreamIndex stream) {
+bool QuickPlacement::is_kept_waiting(Bytes size, StreamIndex stream) const {
   if (!state_.arena.tells_apart()) return false;
   const Address place = recurrence_.expect(size, stream);
   const auto is_free = [](SpanId) { return true; };
-  if (!place || !state_.arena.is_run(place, size, is_free)) return false;
-  return pause_ == 0 || --pause_ == 0;
+  return place && state_.arena.is_run(place, size, is_free);
 }
 
 // Where the request's counterpart went; no address where that is not to be had at once.

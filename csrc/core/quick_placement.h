@@ -28,7 +28,7 @@ class QuickPlacement {
   Placement take(Bytes size, StreamIndex stream, Ask ask) {
     if (recurrence_.is_running()) {
       Placement placement = take_as_before(size, stream);
-      if (!placement.address && is_kept_waiting(size, stream)) {
+      if (!placement.address && is_kept_waiting(size, stream) && may_ask()) {
         ask();
         placement = take_as_before(size, stream);
         if (!placement.address) pause_ = kPause;
@@ -77,7 +77,8 @@ class QuickPlacement {
   static constexpr std::uint32_t kPause = 64;
 
   Placement take_as_before(Bytes size, StreamIndex stream);
-  bool is_kept_waiting(Bytes size, StreamIndex stream);
+  bool is_kept_waiting(Bytes size, StreamIndex stream) const;
+  bool may_ask() { return pause_ == 0 || --pause_ == 0; }
   Placement take_alias(Address place, Bytes size, StreamIndex stream);
   bool may_take(const Piece& run, StreamIndex stream) const;
   SpanId take_large(SpanId best, Bytes size, StreamIndex stream);
