@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -159,24 +159,41 @@ def test_a_size_that_a_tensor_has_twice_may_change() -> None:
         assert 0 < error_of(linear, compiled, torch.randn(rows, WIDTH), program) < 0.02
 
 
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+BATCHED: dict[str, Product] = {
+    "bmm": lambda h, w: torch.bmm(h, w.t().expand(len(h), -1, -1)),
+    "baddbmm": lambda h, w: torch.baddbmm(torch.zeros(1), h, w.t()[None].repeat(len(h), 1, 1)),
+    "matmul": lambda h, w: h @ w.t()[None],
+    "einsum": lambda h, w: torch.einsum("bsi,oi->bso", h, w),
+}
+
+
 class Unscaled(nn.Module):
     """A layer whose weight undoes the scale of its columns: 1e4 beside 0.05."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, product: Product = nn.functional.linear) -> None:
         super().__init__()
+        self.product = product
         self.first, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(64, WIDTH))
         self.register_buffer("scale", torch.where(torch.arange(WIDTH) % 4 == 0, 1e4, 0.05))
         self.rank = rank
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x.view(x.shape[:1] + (1,) * (self.rank - 2) + x.shape[1:])) * self.scale
-        return nn.functional.linear(h, self.weight / self.scale)
+        return self.product(h, self.weight / self.scale)
 
 
 @inlines
 @pytest.mark.parametrize("rank", [2, 3])
 def test_columns_that_a_weight_undoes_the_scale_of_are_kept(rank: int) -> None:
     model, x = Unscaled(rank), torch.randn(64, WIDTH)
+    assert error_of(model, torch.compile(model, backend="aot_eager"), x) < 1e-3
+
+
+@inlines
+@pytest.mark.parametrize("name", BATCHED)
+def test_columns_are_kept_in_batches_of_products(name: str) -> None:
+    model, x = Unscaled(3, BATCHED[name]), torch.randn(64, WIDTH)
     assert error_of(model, torch.compile(model, backend="aot_eager"), x) < 1e-3
 
 

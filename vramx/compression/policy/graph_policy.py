@@ -41,9 +41,11 @@ _PASSES = frozenset(
 _SATURATE = frozenset({"tanh", "sigmoid"})  # decomposed, their backward is one of products
 _EXPONENTIALS = frozenset({"exp", "exp2", "expm1"})
 _CONTRACTIONS = frozenset({"mm", "addmm"})
+# Of weights in batches it is not followed along which dimension they were scaled (columns.py).
+_BATCHED = frozenset({"bmm", "baddbmm"})
 _SWAPS = frozenset({"t", "transpose", "permute"})  # of a matrix
 _CASTS = frozenset({"_to_copy", "convert_element_type", "clone", "alias", "detach"})
-_MOVES = _SWAPS | {"view", "_unsafe_view", "reshape"}
+_MOVES = _SWAPS | {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "repeat"}
 _OF_MATRIX = 2
 _REPEATS = frozenset({"mul", "div", "expand"})
 _STATISTIC_RATIO = 16  # as in policy.py
@@ -93,16 +95,32 @@ def undoes_columns(made: fx.Node) -> bool:
     whether the node is that weight."""
     if _is_scaled_in_groups(made):
         return True
-    front = [made]
+    front = [_before_moves(made)]  # the product may read another view of it
     for _ in range(_DEPTH):
-        users = [(each, user) for each in front for user in each.users]
-        for factor, user in users:
-            if _name(user) in _CONTRACTIONS:
-                *_, one, other = user.args[:3] if _name(user) == "addmm" else user.args[:2]
-                if (one is factor and _is_scaled(other, 0)) or _is_scaled(one, 1):
-                    return True
-        front = [user for _, user in users if _name(user) in _MOVES | _CASTS]
+        users = [user for each in front for user in each.users]
+        if any(map(_is_product_with_scaled, users)):
+            return True
+        front = [user for user in users if _name(user) in _MOVES | _CASTS]
     return False
+
+
+def _before_moves(node: fx.Node) -> fx.Node:
+    for _ in range(_DEPTH):
+        if _name(node) not in _MOVES | _CASTS or not isinstance(node.args[0], fx.Node):
+            return node
+        node = node.args[0]
+    return node
+
+
+def _is_product_with_scaled(user: fx.Node) -> bool:
+    name = _name(user)
+    if name not in _CONTRACTIONS | _BATCHED:
+        return False
+    one, other = user.args[-2:]  # what is added to a product comes first
+    if name in _BATCHED:
+        return _is_scaled(one, None, _MOVES) or _is_scaled(other, None, _MOVES)
+    # What comes first is data as a rule, and a gain that multiplied it, behind a view, is none.
+    return _is_scaled(other, 0, _MOVES) or _is_scaled(one, 1)
 
 
 def _is_scaled_in_groups(made: fx.Node) -> bool:
@@ -112,8 +130,9 @@ def _is_scaled_in_groups(made: fx.Node) -> bool:
     return _is_scaled(made, 0 if value.stride(0) == 1 else 1)
 
 
-def _is_scaled(weight: object, at: int) -> bool:
-    """Tell whether a matrix is an input times, or divided by, what changes along a dimension."""
+def _is_scaled(weight: object, at: int | None, moves: frozenset[str] = _SWAPS) -> bool:
+    """Tell whether a matrix is an input times, or divided by, what changes along a dimension; None:
+    along any, as it is behind those of `moves` that are no swaps."""
     for _ in range(_DEPTH):
         if not isinstance(weight, fx.Node) or not weight.args:
             return False
@@ -121,9 +140,10 @@ def _is_scaled(weight: object, at: int) -> bool:
             one, other = weight.args[:2]
             pairs = ((one, other), (other, one)) if _name(weight) == "mul" else ((one, other),)
             return any(_is_input(whole) and _is_along(part, at) for whole, part in pairs)
-        if _name(weight) not in _SWAPS | _CASTS:
+        if _name(weight) not in moves | _CASTS:
             return False
-        at = 1 - at if _name(weight) in _SWAPS else at
+        if _name(weight) not in _CASTS:
+            at = 1 - at if at is not None and _name(weight) in _SWAPS else None
         weight = weight.args[0]
     return False
 
@@ -132,13 +152,13 @@ def _is_input(node: object) -> bool:
     for _ in range(_DEPTH):
         if not isinstance(node, fx.Node) or node.op == "placeholder":
             return isinstance(node, fx.Node)
-        if _name(node) not in _SWAPS | _CASTS:
+        if _name(node) not in _MOVES | _CASTS:
             return False
         node = node.args[0]
     return False
 
 
-def _is_along(part: object, at: int) -> bool:
+def _is_along(part: object, at: int | None) -> bool:
     value = part.meta.get("val") if isinstance(part, fx.Node) else None
     return isinstance(value, torch.Tensor) and is_of_one(tuple(value.shape), at)
 
