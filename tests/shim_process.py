@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from importlib.metadata import version
 from tempfile import TemporaryFile
@@ -106,3 +107,10 @@ def serve() -> None:
 if __name__ == "__main__":
     sys.path.append(str(ROOT))  # where vramx is not installed
     serve()
+
+
+def on_another_thread(action: Callable[[], object]) -> None:
+    """Run the action there, to its end."""
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join()

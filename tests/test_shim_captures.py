@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 from shim_build import FOREIGN_STREAM, MIB, POOL, SIDE_STREAM, STREAM, Bench, try_install
-from shim_process import before_installing, in_own_process
+from shim_process import before_installing, in_own_process, on_another_thread
 
 OWN = 5  # the number of a graph's own pool
 MANY = 16  # requests, after which captures have been looked at in any case
@@ -30,12 +27,6 @@ def releases_for_torch(bench: Bench) -> bool:
 def is_ended(bench: Bench, own: int = OWN) -> bool:
     """Say whether torch was told of the end of a graph's capture, since the journal was read."""
     return f"end graph {own}" in bench.journal()
-
-
-def on_another_thread(action: Callable[[], object]) -> None:
-    thread = threading.Thread(target=action)
-    thread.start()
-    thread.join()
 
 
 # --- a capture that failed -----------------------------------------------------------------------

@@ -7,9 +7,10 @@ import time
 
 import pytest
 from shim_build import FOREIGN_STREAM, MIB, POOL, SIDE_STREAM, STREAM, Bench
-from shim_process import before_installing
+from shim_process import before_installing, on_another_thread
 
 LONGEST_CALL_S = 0.1  # for which a capture waits
+LONGEST_START_S = 1.0  # after which a capture has failed to begin
 
 
 def recording(bench: Bench) -> None:
@@ -94,10 +95,11 @@ def test_a_stream_of_another_thread_is_left_alone_from_before_a_capture_begins(
         found.extend(may_call(bench, each) for each in (SIDE_STREAM, SIDE_STREAM + 2, STREAM, None))
         found.append(may_call(bench, SIDE_STREAM, 1))
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
+    on_another_thread(look)
     assert found == [False, False, True, False, True]
+    time.sleep(LONGEST_START_S)
+    on_another_thread(look)
+    assert found[5:] == [True, True, True, False, True]
     bench.end_pool(0, POOL)
     assert may_call(bench, SIDE_STREAM)
 

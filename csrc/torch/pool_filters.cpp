@@ -113,7 +113,8 @@ bool PoolFilters::begin_call_unless(DeviceIndex device, Spoils spoils) {
 
 bool PoolFilters::begin_call(DeviceIndex device, cudaStream_t stream) {
   return begin_call_unless(device, [&](const Capture& capture) {
-    return capture.stream != nullptr && c10::cuda::getCurrentCUDAStream(device).stream() != stream;
+    return capture.stream != nullptr && capture.may_begin() &&
+           c10::cuda::getCurrentCUDAStream(device).stream() != stream;
   });
 }
 

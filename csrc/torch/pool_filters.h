@@ -67,6 +67,9 @@ class PoolFilters {
   // core again. One that goes on, as a wait for the device does, spoils no capture that begins then
   // (measured, H200).
   static constexpr std::chrono::milliseconds kLongestCall{100};
+  // A capture that was told of begins after microseconds. One that did not after so long failed to,
+  // and nobody may ever tell: the driver alone is asked then, as where torch tells nothing.
+  static constexpr std::chrono::seconds kLongestStart{1};
   static constexpr std::chrono::microseconds kLook{20};
 
   // Where a capture takes place; no stream for a pool that is filled without one.
@@ -75,6 +78,11 @@ class PoolFilters {
     std::thread::id thread;
     bool is_kept = false;   // torch never destroys the stream
     bool was_seen = false;  // it has begun
+    std::chrono::steady_clock::time_point told = std::chrono::steady_clock::now();
+
+    bool may_begin() const {
+      return was_seen || std::chrono::steady_clock::now() - told < kLongestStart;
+    }
   };
   struct Entry {
     DeviceIndex device;
