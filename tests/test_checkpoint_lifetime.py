@@ -262,3 +262,71 @@ def test_a_state_that_is_handed_on_has_its_gradient(where: str) -> None:
         return cell.inner.weight.grad
 
     assert torch.equal(gradient(checkpointed=True), gradient(checkpointed=False))
+
+
+class Refused(Exception):
+    """Stands for an out-of-memory error that a program answers with its next batch."""
+
+
+class Fills(nn.Module):
+    """Adds what it makes to the list of a holder, its own without one, and fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.items: list[Tensor] = []
+
+    def forward(self, x: Tensor, holder: Any = None) -> Tensor:
+        holder = self if holder is None else holder
+        holder.items.clear()
+        for _ in range(2):
+            x = self.layer(x).tanh()
+            holder.items.append(x)
+        raise Refused
+
+
+@pytest.mark.parametrize("level", ["keep", "int8"])
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("is_its_own", [False, True])
+def test_what_a_failed_region_has_put_somewhere_goes(
+    is_its_own: bool, is_nested: bool, level: Any
+) -> None:
+    fills, before = Fills(), nn.Linear(WIDTH, WIDTH)
+
+    def within(x: Tensor, *holders: Any) -> Tensor:
+        made: Tensor = vramx.checkpoint(fills, before(x).sin(), *holders, level=level)
+        return made
+
+    def step() -> Tensor:
+        holders = () if is_its_own else (types.SimpleNamespace(items=[]),)
+        x = torch.ones(4, WIDTH, requires_grad=True)
+        with pytest.raises(Refused):
+            vramx.checkpoint(within if is_nested else fills, x, *holders, level=level)
+        return torch.ones((), requires_grad=True)
+
+    assert _alive_after(3, step) == _alive_after(6, step)
+
+
+@pytest.mark.parametrize("level", ["keep", "int8"])
+def test_what_a_failed_region_has_made_has_its_gradient(level: Any) -> None:
+    """A forward that is left by an exception once what was wanted is there."""
+    layer = nn.Linear(WIDTH, WIDTH)
+
+    def fill(x: Tensor, holder: Any, ends: bool) -> Tensor:
+        holder.items.append(layer(x).tanh().square())
+        if ends:
+            raise Refused
+        made: Tensor = holder.items[-1]
+        return made
+
+    gradients = []
+    for ends in (True, False):
+        holder = types.SimpleNamespace(items=[])
+        x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).requires_grad_()
+        try:
+            vramx.checkpoint(fill, x, holder, ends, level=level)
+        except Refused:
+            assert ends
+        holder.items[-1].sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)

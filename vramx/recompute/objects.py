@@ -49,6 +49,10 @@ class Before:
         """Return the argument for a recomputation, which may change it."""
         return Copier().copy(self._copy)
 
+    def give_up(self) -> None:
+        """Look no more at the argument: the region has failed."""
+        self._now, self._tensors = None, []
+
     def check(self) -> None:
         """See what the region did to the argument.
 

@@ -99,7 +99,22 @@ class Region:
                 with _forgotten_within():
                     return self._recompute(leaves)
             (args, kwargs), self._arguments = self._arguments, None
-            return self._run(args, kwargs, leaves)
+            try:
+                return self._run(args, kwargs, leaves)
+            except BaseException:
+                self._give_up(leaves)
+                raise
+
+    def _give_up(self, leaves: tuple[Any, ...]) -> None:
+        """Let go of what the run that failed has changed, such as a list that has a part of it.
+
+        That part's graph leads here: kept, none of it would ever be freed.
+        """
+        for leaf in leaves:
+            if isinstance(leaf, Before):
+                leaf.give_up()
+        if self._then is not None:
+            self._then.settle()
 
     def _run(self, args: Any, kwargs: Any, leaves: tuple[Any, ...]) -> Any:
         inputs, self._inputs = self._inputs, None
