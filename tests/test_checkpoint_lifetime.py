@@ -264,7 +264,7 @@ def test_a_state_that_is_handed_on_has_its_gradient(where: str) -> None:
     assert torch.equal(gradient(checkpointed=True), gradient(checkpointed=False))
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """Stands for an out-of-memory error that a program answers with its next batch."""
 
 
@@ -282,7 +282,7 @@ class Fills(nn.Module):
         for _ in range(2):
             x = self.layer(x).tanh()
             holder.items.append(x)
-        raise Refused
+        raise RefusedError
 
 
 @pytest.mark.parametrize("level", ["keep", "int8"])
@@ -300,7 +300,7 @@ def test_what_a_failed_region_has_put_somewhere_goes(
     def step() -> Tensor:
         holders = () if is_its_own else (types.SimpleNamespace(items=[]),)
         x = torch.ones(4, WIDTH, requires_grad=True)
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             vramx.checkpoint(within if is_nested else fills, x, *holders, level=level)
         return torch.ones((), requires_grad=True)
 
@@ -315,7 +315,7 @@ def test_what_a_failed_region_has_made_has_its_gradient(level: Any) -> None:
     def fill(x: Tensor, holder: Any, ends: bool) -> Tensor:
         holder.items.append(layer(x).tanh().square())
         if ends:
-            raise Refused
+            raise RefusedError
         made: Tensor = holder.items[-1]
         return made
 
@@ -325,7 +325,7 @@ def test_what_a_failed_region_has_made_has_its_gradient(level: Any) -> None:
         x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).requires_grad_()
         try:
             vramx.checkpoint(fill, x, holder, ends, level=level)
-        except Refused:
+        except RefusedError:
             assert ends
         holder.items[-1].sum().backward()
         gradients.append(x.grad)
