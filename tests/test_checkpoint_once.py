@@ -229,6 +229,17 @@ def test_what_a_region_has_changes_once_a_call(place: str, kind: str) -> None:
     check_near(*found, "keep")
 
 
+def test_a_global_that_becomes_a_generator_is_set_back() -> None:
+    """Which names of a file may stand for one is found out once."""
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).requires_grad_()
+    vramx.checkpoint(of_a_global(append, [1.0]), x, level="keep").sum().backward()
+    found = []
+    for call in (plain, functools.partial(vramx.checkpoint, level="keep")):
+        region = of_a_global(draw, random.Random(0))
+        found.append(torch.autograd.grad(call(region, call(region, x * 1)).sum(), x))
+    check_near(*found, "keep")
+
+
 def test_a_generator_is_set_back_beside_what_is_too_large_to_copy() -> None:
     class Drawing(nn.Module):
         def __init__(self) -> None:

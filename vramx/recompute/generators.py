@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from vramx.patch.of_classes import found_of
-from vramx.patch.references import is_filled, parts_of
+from vramx.patch.references import globals_of, is_filled, parts_of
 from vramx.recompute.reached import reached_from
 
 _Some = tuple[Any, ...]
@@ -74,7 +74,7 @@ def _found(
         yield from map(_generator_of, parts_of(method()))
     for part in [part for each in functions for part in (each, *reached_from(each))]:
         if isinstance(part, FunctionType):
-            yield from map(_generator_of, _named_by(part))
+            yield from map(_generator_of, (*_named_by(part), *globals_of(part).values()))
             files |= {part.__module__}
             strays += (weakref.ref(part),) if _is_stray(part) else ()
         elif is_generator(part):
