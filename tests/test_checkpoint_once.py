@@ -166,6 +166,15 @@ def by_its_name(x: Tensor) -> Tensor:
     return _use(_state, x).sin()
 
 
+def of_what_was_none(use: Use, state: Any) -> Any:
+    module = Module(lambda held, x: x if held is None else use(held, x), None)
+    vramx.checkpoint(
+        module, torch.ones(2, WIDTH, requires_grad=True), level="keep"
+    ).sum().backward()
+    module.state = state
+    return module
+
+
 def of_an_object(use: Use, state: Any) -> Any:
     holder = Holder(use, state)
     return lambda x: holder.method(x) * 1
@@ -184,6 +193,10 @@ PLACES: dict[str, Callable[[Use, Any], Any]] = {
     "an object that is called": Holder,
     "an object that is closed over": of_an_object,
     "a module": Module,
+    "a module's attribute that was None": of_what_was_none,
+    "a module in a module's list": lambda use, state: Module(
+        lambda held, x: held[0](x), [Module(use, state)]
+    ),
     "a module's parent": lambda use, state: Module(use, None, Module(use, state)),
     "a module's list": lambda use, state: Module(lambda held, x: use(held[0], x), [state]),
     "a module's dictionary": lambda use, state: Module(

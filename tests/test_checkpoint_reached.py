@@ -95,3 +95,27 @@ def test_a_container_of_a_class_of_its_own_has_its_attributes_too(bag: Any) -> N
         lambda x: bag.norm(layer(x)).tanh(), torch.randn(8, 4), level="keep"
     ).sum().backward()
     assert bag.norm.num_batches_tracked == 1
+
+
+class _Hides(nn.Module):
+    """Runs what it has in an attribute, and is none of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.hidden: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        return made if self.hidden is None else self.hidden[0](made)
+
+
+@LEVELS
+def test_a_norm_that_is_no_part_moves_its_statistics_once(level: Any) -> None:
+    module = _Hides()
+    norms = [nn.BatchNorm1d(WIDTH) for _ in range(2)]
+    for norm in (None, *norms, norms[0], None, norms[1]):
+        module.hidden = None if norm is None else [nn.Sequential(norm, nn.Tanh())]
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        vramx.checkpoint(module, x, level=level).sum().backward()
+    assert [int(norm.num_batches_tracked) for norm in norms] == [2, 2]  # type: ignore[arg-type]

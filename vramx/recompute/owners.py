@@ -44,11 +44,16 @@ _NO_NAMES: frozenset[str] = frozenset()
 _NOTHING: dict[str, Any] = {}  # nothing is put into it
 
 
+# The names of all attributes, and the types of what they are.
+Kinds = tuple[tuple[str, ...], tuple[type, ...]]
+_MOST_KINDS = 64  # of one module
+
+
 class _Known(NamedTuple):
     """What is known of the attributes of a module that has run."""
 
-    size: int  # of all that it has
-    looked_at: tuple[str, ...]  # of those that may change though they stay the same object
+    # Those that may change though they stay the same object, by what all are.
+    looked_at: dict[Kinds, tuple[str, ...]]
     changed: set[str]  # of these, those that did
     written: set[str]  # of these, containers and objects that hold a tensor which a run wrote into
     regions: Regions  # those whose first run has shown it
@@ -68,6 +73,15 @@ def _known_of(owner: Any) -> dict[bool, _Known]:
     if found is None:
         known[owner] = found = {}
     return found
+
+
+def is_inert(owner: Any) -> bool:
+    return type(owner).__module__.startswith(_INERT)
+
+
+def kinds_of(values: dict[str, Any]) -> Kinds:
+    """Return what tells attributes whose values are of other kinds than they were."""
+    return tuple(values), tuple(map(type, values.values()))
 
 
 def _may_be_known(owner: Any) -> bool:
@@ -146,15 +160,17 @@ class OwnerBefore:
         # What a container holds: the attribute's name, a tensor, its version.
         self._held: list[tuple[str, Tensor, int]] = []
         self._going: Sequence[tuple[Any, Any]] = ()  # what has no copies, and how far it was
-        if type(module).__module__.startswith(_INERT):
+        if is_inert(module):
             return
         known = _known_of(module).get(self._is_training)
         self._is_first = known is None or not known.regions.include(region)
-        self._is_new = known is None or self._is_first or known.size != len(self._values)
+        looked_at = None if known is None else known.looked_at.get(kinds_of(self._values))
+        self._is_new = looked_at is None or self._is_first
         names: Iterable[str] = self._values
         if known is not None:
             self._changed, self._written = known.changed, known.written
-            names = names if self._is_new else known.looked_at
+        if looked_at is not None and not self._is_first:
+            names = looked_at
         self._thens = thens = {name: self._then(name, copies) for name in self._names(names)}
         values = self._values
         self._keys = {
@@ -232,13 +248,17 @@ class OwnerBefore:
             self._changed |= changed
         else:
             self._changed = changed
-        looked_at = tuple(name for name in self._names(own) if self._may_change(name))
         noted = _known_of(self._module)
         before = noted.get(self._is_training)
+        looked_at = {} if before is None else before.looked_at
+        if len(looked_at) > _MOST_KINDS:
+            looked_at = {}
+        for each in (values, own):
+            looked_at[kinds_of(each)] = tuple(self._changing_in(each))
         regions = Regions() if before is None else before.regions
         regions.note(self._region)
         found = written if before is None else written | before.written
-        noted[self._is_training] = _Known(len(own), looked_at, self._changed, found, regions)
+        noted[self._is_training] = _Known(looked_at, self._changed, found, regions)
 
     def _written_through(self, memory: Collection[int], elsewhere: Collection[int]) -> set[str]:
         """Return the containers and objects that hold a tensor which the run wrote into, and of
@@ -287,14 +307,15 @@ class OwnerBefore:
     def _names(self, values: Iterable[str]) -> Iterator[str]:
         return (name for name in values if name not in OF_EVERY_MODULE)
 
-    def _may_change(self, name: str) -> bool:
-        """Tell whether an attribute may be another though it stays the same object."""
-        value = self._own[name]
-        if isinstance(value, FIXED):
-            return False
-        if isinstance(value, (Tensor, *CONTAINERS)) or is_whole(type(value)):
-            return True
-        return name in self._changed or is_generator(value)
+    def _changing_in(self, values: dict[str, Any]) -> Iterator[str]:
+        """Give the attributes that may be others though they stay the same object."""
+        for name in self._names(values):
+            value = values[name]
+            if isinstance(value, FIXED):
+                continue
+            may_change = isinstance(value, (Tensor, *CONTAINERS)) or is_whole(type(value))
+            if may_change or name in self._changed or is_generator(value):
+                yield name
 
     def others(self, copier: Copier) -> dict[str, Any]:
         """Return the attributes that are others now as they were; _ABSENT: there was none."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,7 +26,7 @@ from vramx.recompute.members import Members
 from vramx.recompute.modes import Modes
 from vramx.recompute.noted import Noted, kind_of
 from vramx.recompute.objects import Before
-from vramx.recompute.owners import OF_EVERY_MODULE
+from vramx.recompute.owners import OF_EVERY_MODULE, is_inert, kinds_of
 from vramx.recompute.reached import modules_of
 from vramx.recompute.shared import Shared
 from vramx.recompute.switches import Switches
@@ -48,6 +47,7 @@ class Surroundings:
         self._shared = Shared(arguments)
         self._function = function
         modules = modules_of(function, leaves)
+        modules += hidden_in(modules)
         self._hooks = hooks = Hooks(modules)
         self._variables = Variables(function, hooks.functions)
         region = kind_of(function, modules)
@@ -118,13 +118,14 @@ def _is_of_a_module(function: Any) -> bool:
     return isinstance(getattr(function, "__self__", function), nn.Module)
 
 
-# Modules that a module has in attributes without their being parts of it, such as its parent, by
-# how many attributes it has.
-_linked: Noted[tuple[int, list[weakref.ref[nn.Module]]]] = Noted()
+# Attributes of a module that may hold modules which are no parts of it, such as its parent, by what
+# tells whether there may be others.
+_linking: Noted[tuple[Any, tuple[str, ...]]] = Noted()
+_MOST_ITEMS = 1024  # of a list, that are looked at in each call: 20 microseconds
 
 
 def linked_to(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Give the modules that modules have in attributes, by themselves or in a list or a tuple.
+    """Give the modules that modules have in attributes, by themselves or in a list or tuple.
 
     Example:
         >>> child, parent = nn.ReLU(), nn.GELU()
@@ -133,16 +134,38 @@ def linked_to(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
         True
     """
     for module in modules:
-        notes = _linked.beside(module)
+        own = vars(module)
+        key = len(own) if is_inert(module) else kinds_of(own)
+        notes = _linking.beside(module)
         known = notes.get(module)
-        if known is None or known[0] != len(vars(module)):
-            found = [weakref.ref(each) for each in _modules_of_attributes(module)]
-            notes[module] = known = len(vars(module)), found
-        yield from filter(None, [each() for each in known[1]])
-
-
-def _modules_of_attributes(module: nn.Module) -> Iterator[nn.Module]:
-    for name, value in vars(module).items():
-        if name not in OF_EVERY_MODULE:
-            held = value if isinstance(value, (list, tuple)) else (value,)
+        if known is None or known[0] != key:
+            found = (name for name in own.keys() - OF_EVERY_MODULE if _may_link(own[name]))
+            notes[module] = known = key, tuple(found)
+        for name in known[1]:
+            value = own[name]
+            held = value[:_MOST_ITEMS] if isinstance(value, (list, tuple)) else (value,)
             yield from (each for each in held if isinstance(each, nn.Module))
+
+
+def hidden_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return what modules have in attributes without its being a part of them, with its parts.
+
+    What they are parts of themselves, such as a parent, is none of that.
+
+    Example:
+        >>> layer = nn.ReLU()
+        >>> layer.teacher = [nn.Sequential(nn.Tanh())]
+        >>> len(hidden_in([layer]))
+        2
+    """
+    known = set(map(id, modules))
+    found: dict[int, nn.Module] = {}
+    for linked in linked_to(modules):
+        parts = {id(part): part for part in linked.modules()}
+        if known.isdisjoint(parts):
+            found.update(parts)
+    return list(found.values())
+
+
+def _may_link(value: Any) -> bool:
+    return isinstance(value, (list, tuple, nn.Module))
