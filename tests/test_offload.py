@@ -176,6 +176,22 @@ def linked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stash]]:
     assert stashes[0]._pool.used_bytes == 0
 
 
+def test_what_a_failed_step_was_moving_is_freed_before_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link = InstantLink()
+    stash = Stash(1.0, link, HostPool(link.pin, LIMIT_BYTES), window_bytes=LIMIT_BYTES)
+    monkeypatch.setattr(offload, "stash_of", lambda device, share: stash)
+    monkeypatch.setattr(offload, "_stashes", {(0, 1.0): stash})
+    model = vramx.compressed_activations(net(), min_bytes=0, offload="cpu")
+    y = model(torch.randn(64, 32))
+    assert stash._leaving_bytes > 0
+    del y
+    gc.collect()
+    model.eval()(torch.randn(64, 32))
+    assert stash._leaving_bytes == 0
+
+
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Tanh())

@@ -7,6 +7,7 @@ ten microseconds; what a saved tensor costs is said in session.py.
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any, NoReturn
 
@@ -64,6 +65,8 @@ class CompressionContext:
         A module that is not training is left alone: what is asked of it then are its values, and
         gradients that are such values, rather than a step.
         """
+        if self.options.offload:
+            _collect()
         active = None
         idle = module is not None and not module.training
         if not idle and torch.is_grad_enabled() and _may_push(self.options):
@@ -115,6 +118,12 @@ def _codec_of(options: Compression, entered: _Entered) -> Codec:
 
         return offload.codec(options, streams)
     return _PLAIN_CODEC if streams is None else PlainCodec(streams)
+
+
+def _collect() -> None:
+    """Have what a failed step was moving freed, before an evaluation too."""
+    if offload := sys.modules.get("vramx.compression.offload.offload"):
+        offload.collect()
 
 
 _PLAIN_CODEC = PlainCodec()

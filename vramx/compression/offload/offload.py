@@ -244,6 +244,13 @@ def stash_of(device: torch.device, share: Share) -> Stash | None:
         return _stashes.setdefault((index, share), made)
 
 
+def collect() -> None:
+    """Free what steps that never came to an end have left on its way between device and host."""
+    for stash in list(_stashes.values()):
+        if stash.dropped:
+            stash.collect()
+
+
 def _index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
