@@ -313,6 +313,24 @@ def test_what_is_put_on_a_tensor_is_there_again() -> None:
     check_near([x.grad], [3 * (3 * x.detach()).cos()])
 
 
+class Labelled(Tensor):
+    """Says what a tensor is of, which operations on it do not."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@LEVELS
+def test_a_tensor_is_of_its_class_again(level: Any) -> None:
+    def region(x: Tensor) -> Tensor:
+        return (x * x.scale).sin() if isinstance(x, Labelled) else x.exp()
+
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    y = (x * 1).as_subclass(Labelled)
+    y.scale = 3.0
+    vramx.checkpoint(region, y, level=level).sum().backward()
+    check_near([x.grad], [3 * (3 * x.detach()).cos()], level)
+
+
 def test_modes_are_left_when_a_recomputation_fails() -> None:
     with Scaling(), sdpa_kernel(SDPBackend.MATH):
         y = vramx.checkpoint(Failing(), torch.ones(8, requires_grad=True) * 1, level="keep")

@@ -252,3 +252,28 @@ def test_a_mask_that_was_written_to_since_is_told_of() -> None:
     mask.fill_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         y.sum().backward()
+
+
+def gradient_of_layer(width: int, *, packed: bool) -> torch.Tensor:
+    """Return that of the projections where one sample of two is 300 times the other."""
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(width, 4, batch_first=True)
+    x = torch.randn(2, 16, width) * torch.tensor([1.0, 300.0])[:, None, None]
+    x = x.requires_grad_() * 1.0
+    with compress("int8" if packed else "keep", min_bytes=0):
+        y, _ = module(x, x, x, need_weights=False)
+    # As a norm of each place has them.
+    (y / y.detach().norm(dim=-1, keepdim=True) * torch.randn_like(y)).sum().backward()
+    return module.in_proj_weight.grad
+
+
+@pytest.mark.parametrize("width", [24, 64, 192])
+def test_a_small_sample_beside_a_large_one_has_its_gradient(width: int) -> None:
+    found, exact = (gradient_of_layer(width, packed=packed) for packed in (True, False))
+    assert worst_cosine([found], [exact]) > 0.999
+
+
+def test_samples_that_share_a_scale_are_found(monkeypatch: Any) -> None:
+    monkeypatch.setattr(attention, "token_length", lambda *_: None)
+    found, exact = (gradient_of_layer(64, packed=packed) for packed in (True, False))
+    assert worst_cosine([found], [exact]) < 0.99

@@ -216,6 +216,19 @@ def test_weight_whose_memory_is_given_back_is_an_error() -> None:
         logits.made()
 
 
+def test_logits_of_a_weight_that_was_written_into_since_are_told_of() -> None:
+    for writes in (False, True):
+        terms = detached()
+        logits = Logits.of(*terms, tells=False) * 2
+        if writes:
+            terms[1].mul_(2)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            logits.argmax(-1)
+        assert [writes] * len(told) == ["optimizer.step()" in str(each.message) for each in told]
+        assert len(told) == writes
+
+
 @pytest.mark.filterwarnings("ignore::vramx.errors.VramxWarning")
 def test_mistakes_raise_what_torch_does() -> None:
     logits: Any = Logits.of(*inputs_of())

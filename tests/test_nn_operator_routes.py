@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import timeit
 from collections.abc import Callable
@@ -117,7 +118,10 @@ def test_batched_gradients_are_those_of_each(name: str) -> None:
 
 
 @every_function
-def test_results_may_be_written_into(name: str) -> None:
+@pytest.mark.parametrize("around", [contextlib.nullcontext, WatchFunctions])
+def test_results_may_be_written_into(
+    name: str, around: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> None:
     """What backward reads of them aside, which torch says in its own words."""
     rows = (2, 2, HIDDEN) if name in ("linear", "mlp", "two_linears") else (4, HIDDEN)
     found = []
@@ -125,7 +129,8 @@ def test_results_may_be_written_into(name: str) -> None:
         torch.manual_seed(0)
         x, weight = leaves = inputs()
         before = x.detach().clone()
-        result = EVERY[name](x.view(rows), weight)
+        with around():
+            result = EVERY[name](x.view(rows), weight)
         write(result, 1.0).square().sum().backward()
         assert torch.equal(x, before)
         found.append([leaf.grad for leaf in leaves])

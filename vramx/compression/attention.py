@@ -21,6 +21,7 @@ from vramx.patch.torch_functions import attention as torchs_attention
 
 NAME = "scaled_dot_product_attention"
 _QUERY, _KEY, _VALUE, _MASK, _DROPOUT = range(5)  # positions of its arguments
+_FUSED_DIMS = 4  # samples, heads, tokens and what a head has of one
 _FUSED = "ScaledDotProduct"  # in the name of the node of each fused kernel, whose result has it
 
 
@@ -61,6 +62,27 @@ def is_value(tensor: torch.Tensor, operation: Operation) -> bool:
     """Tell whether a saved tensor is the value of an attention."""
     match = operation.match(tensor)
     return match is not None and match.position == _VALUE
+
+
+def token_length(tensor: torch.Tensor, operation: Operation) -> int | None:
+    """Return how many elements a token has in an attention's value; 0: its heads lie apart.
+
+    None of anything else. A group with parts of two tokens would have them of two samples where
+    these lie side by side, as in torch.nn.MultiheadAttention: beside 300 times larger ones nothing
+    would be left of a sample.
+
+    Example:
+        >>> x = torch.zeros(2, 5, 4, 16).transpose(1, 2)
+        >>> token_length(x, Operation("scaled_dot_product_attention", (x[:1], x[:1], x), {}))
+        64
+    """
+    if operation.name != NAME or operation.custom or tensor.dim() != _FUSED_DIMS:
+        return None
+    if not is_value(tensor, operation):
+        return None
+    _, heads, _, size = tensor.shape
+    lie_together = tensor.stride(3) == 1 and (heads == 1 or tensor.stride(1) == size)
+    return heads * size if lie_together else 0
 
 
 def inputs(operation: Operation) -> list[torch.Tensor]:

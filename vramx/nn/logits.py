@@ -2,8 +2,9 @@
 
 What models and their losses do with logits before the cross entropy is remembered, and the cross
 entropy itself is linear_cross_entropy(), which makes them in chunks (logits_product.py). Any other
-use makes them once, as the model would have, and goes on with that tensor: slower, never wrong. So
-the stand-in in a model's result is as good as logits, and costs the hidden states while it lives.
+use makes them once, as the model would have, and goes on with that tensor: slower, and told of
+where an optimizer has written into the head's weight since. So the stand-in in a model's result is
+as good as logits, and costs the hidden states while it lives.
 
 It is no Tensor: what looks for tensors in results (DDP, FSDP, accelerate) passes it by. Any thread,
 each with stand-ins of its own; a warning names what makes logits, once a process.
@@ -26,6 +27,7 @@ from vramx.errors import LogitsNotMadeError, warn_once
 from vramx.nn.arguments import autocast_dtype
 from vramx.nn.logits_product import KNOWN, WAY_OUT, Product, Unknown, Use
 from vramx.patch.torch_functions import called
+from vramx.recompute.tensors import version_of
 
 # What a stand-in says of logits without making them.
 _FACTS = frozenset(
@@ -54,13 +56,24 @@ _OPERATORS = (
 class _Family:
     """The stand-ins for one product and for what was made of it: they may share memory."""
 
-    def __init__(self, tells: bool) -> None:
+    def __init__(self, tells: bool, weight: Tensor) -> None:
         self.tells = tells
+        self._version = version_of(weight)
         self.is_made = False  # whether any of them is
         self._members: list[weakref.ref[Logits]] = []
 
     def add(self, member: Logits) -> None:
         self._members.append(weakref.ref(member))
+
+    def check(self, weight: Tensor) -> None:
+        """Say once that logits were made from a weight that is another than in the forward pass."""
+        if version_of(weight) != self._version:
+            warn_once(
+                "logits of a language model in training were first used after the weight of its "
+                "head was written into, as by optimizer.step(): they are those of the weight as it "
+                f"is now; use them before that, or {WAY_OUT}",
+                stacklevel=5,
+            )
 
     def make_all(self) -> None:
         for reference in self._members:
@@ -99,7 +112,7 @@ class Logits:
         product = Product(rows, weight, bias, dtype if is_cast else None)
         shape = (*rows.shape[:-1], weight.shape[0])
         like = torch.empty(shape, dtype=dtype, device="meta")
-        return cls(product.make, like, product, _Family(tells))
+        return cls(product.make, like, product, _Family(tells, weight))
 
     @property
     def is_made(self) -> bool:
@@ -122,6 +135,7 @@ class Logits:
             with torch.inference_mode(mode=False), torch.enable_grad():
                 self._made = self._make()
             self._family.is_made = True
+            self._family.check(self._product.weight)
         return self._made
 
     @property

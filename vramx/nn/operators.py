@@ -36,8 +36,8 @@ _PLAIN = frozenset(
     (*PLAIN_TENSORS, type(None), bool, int, float, str, torch.dtype, list, tuple, torch.Size, Spec)
 )
 below_autograd = torch._C._AutoDispatchBelowAutograd
-# What torch.library runs implementations in: views that they return are no views to autograd, which
-# would let nobody write into them.
+# Views that an implementation returns are no views to autograd, which would let nobody write into
+# them.
 _below_views: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
 
@@ -147,7 +147,8 @@ def _for_torch(implementation: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(implementation)
     def in_time(*args: Any) -> Any:
         outlive_all(args)
-        return _apart(whole(*args), args)
+        with _below_views():
+            return _apart(whole(*args), args)
 
     return in_time
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.errors import RecomputationError, warn_once
 from vramx.recompute import verdicts
 from vramx.recompute.ending import Ending
@@ -69,8 +70,10 @@ class Region:
         self._ran_in_mode = False
         self._was_read: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._key: Hashable | None = None
-        # What the program has put on tensors among the leaves, by number: packed they lose it.
+        # What the program has put on tensors among the leaves, and classes of its own that they are
+        # of, by number: packed or detached they lose both.
         self._notes: dict[int, dict[str, Any]] = {}
+        self._classes: dict[int, type[Tensor]] = {}
         self._then: Surroundings | None = None
         self._is_over = False
         if (within := getattr(_recomputing, "regions", None)) is not None:
@@ -84,6 +87,7 @@ class Region:
     def leaves_of(self, leaves: list[Any]) -> list[Any]:
         """Return the leaves for torch to keep: objects as they are now."""
         self._notes = {i: dict(vars(leaf)) for i, leaf in enumerate(leaves) if _has_notes(leaf)}
+        self._classes = {i: type(leaf) for i, leaf in enumerate(leaves) if _is_labelled(leaf)}
         return list(map(as_before, leaves))
 
     def __call__(self, *leaves: Any) -> Any:
@@ -165,6 +169,9 @@ class Region:
 
     def _recompute(self, leaves: tuple[Any, ...]) -> Any:
         found = [leaf.again() if isinstance(leaf, Before) else _apart(leaf) for leaf in leaves]
+        for i, label in self._classes.items():
+            if type(found[i]) is not label:
+                found[i] = found[i].as_subclass(label)
         for i, notes in self._notes.items():
             if not vars(found[i]):
                 vars(found[i]).update(notes)
@@ -244,7 +251,11 @@ def _apart(leaf: Any) -> Any:
 
 
 def _has_notes(leaf: Any) -> bool:
-    return type(leaf) is Tensor and bool(leaf.__dict__)
+    return (type(leaf) is Tensor or _is_labelled(leaf)) and bool(leaf.__dict__)
+
+
+def _is_labelled(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and type(leaf) not in PLAIN and is_labelled(type(leaf))
 
 
 def _accept(_rough: str) -> None:

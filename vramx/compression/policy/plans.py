@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from vramx.compression import attention
 from vramx.compression.codec.geometry import Geometry, covered_elements, describe
 from vramx.compression.codec.mapping import (
     ANGLES,
@@ -140,7 +141,7 @@ class Plans:
         if choice.bits:
             match = operation.match(tensor)
             plan.is_cast = match is not None and match.cast
-            most = _most_of_rows(tensor) if choice.bits > MASK_BITS else 0
+            most = _most_of_rows(tensor, operation) if choice.bits > MASK_BITS else 0
             plan.format, plan.number = self.format(choice.bits, choice.most or most)
             is_norm = operation.name in MEAN_NORMS and not operation.custom
             plan.normalises = is_norm and choice.bits > MASK_BITS
@@ -218,21 +219,27 @@ class Planner:
         return self._plans.numbers
 
 
-def _most_of_rows(tensor: torch.Tensor) -> int:
+def _most_of_rows(tensor: torch.Tensor, operation: Operation) -> int:
     """Return how large the groups of rows may be for none to have parts of two; 0: any.
 
     A layer and a norm may follow, in which a small row counts as much as a large one. Whoever reads
     a tensor, its groups are the same, so that it is packed once. Of images, and of rows that could
     have groups of too few elements only, groups have parts of several: _row() has those rows.
     """
-    length = shared_row(tensor)
+    length = _shared_row(tensor, operation)
     most = length & -length  # the largest power of two that divides it
     return most if LEAST_OF_ROWS <= most < GROUP_SIZES[-1] else 0
 
 
+def _shared_row(tensor: torch.Tensor, operation: Operation) -> int:
+    """Return how many elements a row has; of an attention's value it is a token's, of all heads."""
+    tokens = attention.token_length(tensor, operation)
+    return shared_row(tensor) if tokens is None else tokens
+
+
 def _row(tensor: torch.Tensor, operation: Operation, group_size: int) -> int:
     """Return the length of rows that groups would have parts of several of; 0: they would not."""
-    length = shared_row(tensor) or pixel_length(tensor, operation)
+    length = _shared_row(tensor, operation) or pixel_length(tensor, operation)
     if describe(tensor).span != covered_elements(tensor):  # windows, which overlap
         return 0
     return 0 if length % group_size == 0 or is_too_short(tensor, length) else length
@@ -240,7 +247,7 @@ def _row(tensor: torch.Tensor, operation: Operation, group_size: int) -> int:
 
 def _sums_rows(tensor: torch.Tensor, operation: Operation) -> bool:
     """Tell whether backward may add up rows of what an operation saves."""
-    if operation.custom:
+    if operation.custom or attention.token_length(tensor, operation):
         return True
     if operation.name in FACTORS:  # what has a result of tanh or sigmoid packed has it as angles
         return type(tensor.grad_fn).__name__ not in ANGLES
