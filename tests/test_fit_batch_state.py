@@ -12,6 +12,7 @@ from fit_tools import Device
 from odd_optimizers import Odd, in_a_queue, in_an_object, in_the_group, in_the_optimizer
 from torch import nn
 
+from vramx.errors import InvalidValueError
 from vramx.planning.fit import fit_batch
 
 
@@ -62,6 +63,31 @@ def test_the_state_of_a_training_is_bit_for_bit_what_it_was(began: bool) -> None
     assert_same(state(), before)
     assert [p.data_ptr() for p in model.parameters()] == tensors
     step(4)  # it goes on
+
+
+def test_what_a_step_refers_to_beside_models_is_put_back() -> None:
+    weight, device = nn.Parameter(torch.ones(4, 4)), Device()
+    average, noise = {"weight": torch.ones(4, 4)}, torch.Generator()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(batch: int) -> None:
+        device.take(batch)
+        (torch.randn(batch, 4, generator=noise) @ weight).sum().backward()
+        optimizer.step()
+        average["weight"].lerp_(weight.detach(), 0.5)
+
+    before = noise.get_state()
+    fit_batch(step, memory=device, max=8)
+    assert torch.equal(weight, torch.ones(4, 4))
+    assert torch.equal(average["weight"], torch.ones(4, 4))
+    assert weight.grad is None
+    assert torch.equal(noise.get_state(), before)
+
+
+def test_a_model_without_memory_is_named() -> None:
+    model = nn.Linear(2, 2, device="meta")
+    with pytest.raises(InvalidValueError, match=r"weight is on the meta device.*vramx\.predict"):
+        fit_batch(lambda _: model, memory=Device())
 
 
 def test_sparse_gradients_and_states_are_put_back() -> None:

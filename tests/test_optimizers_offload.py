@@ -285,3 +285,31 @@ def test_the_slots_go_with_the_step_and_wait_for_no_collection_of_garbage(link: 
 
 def test_on_a_host_alone_nothing_moves() -> None:
     Pair(steps=3).expect_alike()
+
+
+def test_parameters_without_elements_are_stepped_beside_the_others(link: LateLink) -> None:
+    own = [nn.Parameter(torch.empty(0)), *parameters()]
+    optimizer = vramx.offload_optimizer(torch.optim.AdamW(own), least=LEAST_BYTES)
+    give_gradients(own, 0)
+    optimizer.step()
+    assert len(optimizer.state) == len(own)
+
+
+def test_a_program_may_have_another_default_device(link: LateLink) -> None:
+    pair = Pair("counts_in_the_group", offload=False)
+    with torch.device("meta"):
+        pair.offload()
+    pair.step(0, 1)
+    pair.expect_alike()
+
+
+def test_a_step_in_inference_mode_leaves_memory_that_others_can_write(link: LateLink) -> None:
+    with torch.inference_mode():
+        Pair(steps=2)
+    Pair(steps=2).expect_alike()  # in the same slab
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_is_in_a_group_twice_is_stepped_twice(link: LateLink) -> None:
+    pair = Pair(lambda p: torch.optim.AdamW([*p, p[0]], lr=0.01, foreach=False), steps=3)
+    expect_alike(pair.plain, pair.streamed)

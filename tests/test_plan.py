@@ -9,6 +9,7 @@ from math import ceil
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plan_tools import (
@@ -224,6 +225,22 @@ def test_the_model_and_all_random_numbers_are_as_before() -> None:
         assert module.training == name.startswith("blocks.0")
         assert "forward" not in vars(module)
         assert len(module._forward_hooks) == hasattr(module, "seen")
+
+
+def test_generators_that_a_loss_draws_from_are_as_before() -> None:
+    model, host, numbers = Stack(2), torch.Generator(), np.random.default_rng(0)
+    model.noise = torch.Generator()
+    before = host.get_state(), model.noise.get_state(), numbers.bit_generator.state
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        x = torch.randn(64, 8, generator=host) + torch.randn(64, 8, generator=model.noise)
+        return model(x + numbers.random()).sum()
+
+    vramx.plan(model, loss, "smallest", levels=LEVELS)
+    vramx.predict(loss, model, device="cpu")
+    assert torch.equal(host.get_state(), before[0])
+    assert torch.equal(model.noise.get_state(), before[1])
+    assert numbers.bit_generator.state == before[2]
 
 
 def test_nothing_of_the_sample_outlives_the_plan() -> None:

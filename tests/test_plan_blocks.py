@@ -249,6 +249,7 @@ def ending() -> Any:
         (as_it_is, {"sample": lambda model: torch.ones(())}, "requires_grad=False"),
         (as_it_is, {"sample": ending()}, "have come to an end"),
         (lambda model: model.requires_grad_(False), {}, "no parameter"),
+        (lambda model: model.to("meta"), {}, "embed.weight is on the meta device.*vramx.predict"),
         (without_parameters, {}, "Stack has no parameters: it does not learn"),
         (become(WithCache), {}, "use_cache"),
         (become(Dropping), {}, "calls other blocks in one step than in the next"),

@@ -109,7 +109,9 @@ def test_no_layer_is_dropped_by_a_drawn_number() -> None:
     assert peak(step, steps=1) > BYTES + 2 * x.nbytes
 
 
-@pytest.mark.parametrize("asks", [torch.isnan, torch.isinf, lambda x: ~torch.isfinite(x)])
+@pytest.mark.parametrize(
+    "asks", [torch.isnan, torch.isinf, lambda x: ~torch.isfinite(x), lambda x: x != x]
+)
 def test_numbers_are_taken_for_finite(asks: Any) -> None:
     x = torch.zeros(1 << 17, requires_grad=True)
 
@@ -121,6 +123,28 @@ def test_numbers_are_taken_for_finite(asks: Any) -> None:
     prediction = vramx.predict(step)
     assert assumes(prediction, "finite")
     assert prediction.peak_bytes() >= 2 * x.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_search_for_anomalies_finds_none() -> None:
+    x = torch.zeros(1 << 17, requires_grad=True)
+
+    def step() -> None:
+        with torch.autograd.detect_anomaly():
+            x.sum().backward()
+
+    assert vramx.predict(step).peak_bytes() >= 2 * x.nbytes
+
+
+def test_a_number_may_be_written_into_a_log() -> None:
+    log = deque[str]()
+
+    def step() -> None:
+        loss, known = WEIGHTS(torch.ones(1, 64)).sum(), torch.tensor(3)
+        log.append(f"{loss:.2f} {known:d} {loss > 0}")
+
+    vramx.predict(step, steps=1, device="cpu")
+    assert [*log] == ["0.00 3 False"]
 
 
 def test_a_tensor_of_tensors_is_known_where_all_of_them_are() -> None:

@@ -37,8 +37,9 @@ def unknown_wrapper(optimizer: Any) -> Any:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return an optimizer's parameters, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Return an optimizer's parameters, in the order of its groups, each once."""
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return list(dict.fromkeys(every))  # torch warns of one that is in a group twice, and steps it
 
 
 def copy_of(optimizer: Optimizer, *groups: dict[str, Any]) -> Optimizer:

@@ -251,7 +251,7 @@ def _load_on_host(optimizer: Any, load: Callable[..., None], state_dict: dict[st
         is_plain = type(parameter) in (Tensor, torch.nn.Parameter)
         if not is_plain or offload.link_of(parameter.device) is None:
             return parameter
-        return torch.empty(0, dtype=parameter.dtype)
+        return torch.empty(0, dtype=parameter.dtype, device="cpu")
 
     stands = [[stand_in(parameter) for parameter in parameters] for parameters in own]
     try:

@@ -202,10 +202,11 @@ def _put(group: dict[str, Any], name: str, value: Any) -> None:
 def _train(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> list[Any]:
     """Return a small model's parameters, and the numbers that an optimizer has beside states."""
     known = parameters_of(optimizer)[0]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator).to(known.device, known.dtype)
+        drawn = torch.randn(shape, generator=generator, device="cpu")
+        return drawn.to(known.device, known.dtype)
 
     groups = [
         {**group, "params": [torch.nn.Parameter(normal(shape)) for shape in shapes]}

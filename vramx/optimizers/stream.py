@@ -87,10 +87,10 @@ class StateStream:
     def add(self, parameters: Sequence[Tensor]) -> list[int]:
         """Divide more parameters into buckets, those that are empty first; return their numbers."""
         empty = [number for number, bucket in enumerate(self.buckets) if not bucket.parameters]
-        filled, numbers = self._bucket_bytes, list[int]()
+        filled, numbers = 0, list[int]()
         for parameter in parameters:
             nbytes = size_bytes(parameter)
-            if filled + nbytes > self._bucket_bytes:
+            if not numbers or filled + nbytes > self._bucket_bytes:
                 if not empty:
                     empty.append(len(self.buckets))
                     self.buckets.append(Bucket([]))

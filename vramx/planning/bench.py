@@ -180,7 +180,11 @@ def ready(model: nn.Module, sample: Any, loop: Loop, agreement: Agreement) -> It
     gc.collect()  # what nothing refers to would count as the model's, until some step frees it
     modules = reached_by_step(model, sample)
     kept = KeptWeights(modules)
-    with loop.without_steps(), unchanged(model, modules, loop) as trained, ExitStack() as stack:
+    with (
+        loop.without_steps(),
+        unchanged(model, sample, modules, loop) as trained,
+        ExitStack() as stack,
+    ):
         stack.callback(kept.put_back)
         begin, before = partial(loop.begin_step, trained), partial(loop.before_backward, trained)
         step = Step(model, sample, begin, before, kept.watching())

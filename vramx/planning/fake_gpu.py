@@ -52,6 +52,7 @@ from vramx.planning.fake_values import (
 
 GPU = torch.device("cuda:0")
 _META = torch.device("meta")
+_ALL_FINITE = "numbers are taken for finite, where the step asks for it"
 
 
 class FakeGpu:
@@ -202,8 +203,8 @@ class _Calls(TorchFunctionMode):
                 found = self._run(SEQUENCES.get(func, func), args, kwargs)
                 if not are_known:
                     forget_value(found)
-            if taken_for_finite(func, found):
-                self._gpu.assume("numbers are taken for finite, where the step asks for it")
+            if taken_for_finite(func, args, found):
+                self._gpu.assume(_ALL_FINITE)
             return found
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -270,6 +271,8 @@ class _Operations(TorchDispatchMode):
             result = func(*args, **kwargs)
             assume_elements(func, result, self._gpu.assume)
         follow(func, args, kwargs, result)
+        if taken_for_finite(func, args, result):
+            self._gpu.assume(_ALL_FINITE)
         if taken_for_large(func, result):
             self._gpu.assume("a single number that is drawn at random is taken for 1.0")
         return result

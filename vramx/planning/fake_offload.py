@@ -63,7 +63,7 @@ class _Transport:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def pin(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def copy(self, _lane: Any, target: Tensor, source: Tensor) -> None:
         target.copy_(source)

@@ -73,10 +73,23 @@ COMPARISONS = (EQUAL, torch.ops.aten.allclose.default)
 
 def read(function: Any, args: Any, assume: Assume) -> Any:
     """Return what a call reads of a tensor without data, NotImplemented for other calls."""
+    if function is Tensor.__format__ and isinstance(args[0], FakeTensor):
+        return _formatted(*args)
     how = _READS.get(function)
     if how is None or not args or not isinstance(args[0], FakeTensor):
         return NotImplemented
     return how(args[0], assume)
+
+
+def _formatted(tensor: Tensor, spec: str) -> str:
+    """Return a number as a program writes it into its log, a zero where it is not known."""
+    if tensor.dim():
+        return object.__format__(tensor, spec)
+    known = value_of(tensor)
+    with real():
+        if known is None:
+            known = torch.zeros((), dtype=tensor.dtype, device="cpu")
+        return format(known.flatten()[0].item(), spec)
 
 
 def as_numbers(function: Any, args: Any) -> tuple[Any, bool]:

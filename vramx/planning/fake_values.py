@@ -38,11 +38,14 @@ _OF_ONE = {
     *(_aten.any.default, _aten.any.dim, _aten.all.default, _aten.all.dim),
     *(_aten.logical_not.default, _aten.logical_or.default, _aten.logical_and.default),
     *(_aten.bitwise_not.default, _aten.bitwise_or.Tensor, _aten.bitwise_and.Tensor),
+    *(_aten._is_any_true.default, _aten._is_all_true.default),
 }
-_FINITE = {
+_FINITE: dict[Any, bool] = {
     **dict.fromkeys((torch.isfinite, Tensor.isfinite), True),
     **dict.fromkeys((torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf), False),
+    _aten.isnan.default: False,  # as the engine asks, to detect anomalies
 }
+_OF_ITSELF = {_aten.eq.Tensor: True, _aten.ne.Tensor: False}  # another way to ask for NaN
 
 
 class _Kept:
@@ -155,12 +158,15 @@ def _as_large(value: Tensor, stand_in: Tensor) -> Tensor:
         return value.reshape([1] * stand_in.dim()).expand(stand_in.shape)
 
 
-def taken_for_finite(function: Any, result: Any) -> bool:
+def taken_for_finite(function: Any, args: Any, result: Any) -> bool:
     """Have isnan() and its like find what they are there to rule out nowhere."""
-    if function not in _FINITE or not isinstance(result, FakeTensor):
+    found = _FINITE.get(function)
+    if function in _OF_ITSELF and args[0] is args[1]:
+        found = _OF_ITSELF[function]
+    if found is None or not isinstance(result, FakeTensor):
         return False
     with real():
-        _keep(result, torch.full((1,) * result.dim(), _FINITE[function]).expand(result.shape))
+        _keep(result, torch.full((1,) * result.dim(), found, device="cpu").expand(result.shape))
     return True
 
 

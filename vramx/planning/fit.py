@@ -18,7 +18,7 @@ import torch
 
 from vramx.errors import InvalidValueError, VramxError, refused
 from vramx.planning.device_memory import Memory, cuda_memory, is_out_of_memory
-from vramx.planning.program import check_ran, check_step, found_in
+from vramx.planning.program import check_has_memory, check_ran, check_step, found_in
 from vramx.planning.ranks import FailedTogetherError, Ranks
 from vramx.planning.search import Search
 from vramx.planning.states_kept import KeptState
@@ -90,8 +90,10 @@ def fit_batch(
     chosen by the peaks of smaller ones, in proportion to what a step takes above the model, which
     never runs out of memory where memory grows by a line; so trials are few, and out of memory is
     the exception. Afterwards weights, buffers, gradients, optimizers, schedulers, scalers,
-    attributes of modules and generators are bit for bit what they were. Where torch.distributed is
-    initialised, all processes call it together, also under DDP and FSDP2, and get the same answer.
+    attributes of modules, generators, and tensors on the weights' device that the step refers to,
+    as averages are, have the bits that they had; lists and numbers of the program have what the
+    trials have put there. Where torch.distributed is initialised, all processes call it together,
+    also under DDP and FSDP2, and get the same answer.
 
     Args:
         step: called with a batch size (or a number of tokens, or whatever grows): a whole step of
@@ -146,6 +148,7 @@ def fit_batch(
             "step refers to no model and no optimizer that a trial could be put back from; give "
             "state=(model, optimizer), or state=() if it changes nothing"
         )
+    check_has_memory(found.models)
     # Not before all that can be refused is: the processes wait for each other here.
     fitting = _Fitting(memory, KeptState(found), Ranks(timeout_s), budget, margin)
     with contextlib.closing(fitting):

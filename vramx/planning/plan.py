@@ -19,6 +19,7 @@ from vramx.planning.budget import Budget, budget_bytes_of, device_of
 from vramx.planning.chooser import Chooser
 from vramx.planning.loop import Added, loop_of
 from vramx.planning.planned import Plan
+from vramx.planning.program import check_has_memory
 from vramx.planning.steps import check_sample
 from vramx.sizes import parse_size
 
@@ -115,6 +116,7 @@ def _check(model: nn.Module, sample: Any, budget: Budget) -> None:
             "model is compiled already, so that its blocks are not called; plan the model that "
             "torch.compile() was given, and compile afterwards"
         )
+    check_has_memory([model])
     script = torch.jit.ScriptModule
     name = next((name for name, part in model.named_modules() if isinstance(part, script)), None)
     if name is not None:

@@ -170,7 +170,8 @@ class _Tracer:
         self._program = program
         self._kind = kind
         self._steps = steps
-        self._on_host = is_on_the_host(found_in(*program.values))
+        self._found = found_in(*program.values)
+        self._on_host = is_on_the_host(self._found)
         self._kernels: set[tuple[str, bool]] = set()
         self.assumptions: dict[str, None] = dict.fromkeys(program.said)
 
@@ -178,7 +179,7 @@ class _Tracer:
         """Return the row of a level; None is the program as it is."""
         name = AS_IT_IS if word is None else word
         gpu, recording = FakeGpu(self._kind), Recording(self._kind)
-        with generators_as_before(), gpu.guarded(), fakes_are_plain():
+        with generators_as_before(self._found), gpu.guarded(), fakes_are_plain():
             copied = _copied(gpu, recording, self._on_host, *self._program.values)
             try:
                 self._apply(copied.found.models, word)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from vramx.errors import InvalidValueError, brief, refused
 from vramx.optimizers.copies import unwrapped
 from vramx.patch.references import globals_of, parts_of
+from vramx.recompute.generators import is_generator
 
 _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 _CONTAINERS = (list, tuple, dict, set)
@@ -29,7 +30,7 @@ _ACCEPTED = "accepted are a function, a method, an object that is called, and a 
 
 
 def found_in(*roots: Any) -> Found:
-    """Return the models, optimizers and tensors that programs refer to."""
+    """Return the models, optimizers, tensors and generators that programs refer to."""
     found = Found()
     for root in roots:
         found.visit(root)
@@ -37,7 +38,10 @@ def found_in(*roots: Any) -> Found:
 
 
 class Found:
-    """Models, optimizers and what wraps these, tensors outside, and others with a state_dict()."""
+    """Models, optimizers and what wraps these, tensors outside, and others with a state_dict().
+
+    And generators of random numbers, but for those of the process.
+    """
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
@@ -45,6 +49,7 @@ class Found:
         self.wrappers: list[Optimizer] = []
         self.others: list[Any] = []
         self.tensors: list[Tensor] = []
+        self.generators: list[Any] = []
         self._seen: dict[int, Any] = {}
 
     def visit(self, value: Any) -> None:
@@ -60,16 +65,22 @@ class Found:
             self.tensors.append(value)
             self._visit_hooks(value)
         elif isinstance(value, nn.Module):
-            self.models.append(value)
-            for parameter in value.parameters():
-                self._visit_hooks(parameter)
-            for hooks in chain.from_iterable(map(hooks_of_module, value.modules())):
-                for hook in hooks.values():
-                    self.visit(hook)
+            self._visit_model(value)
         elif isinstance(value, Optimizer):
             self.optimizers.append(value)
+        elif is_generator(value):
+            self.generators.append(value)
         else:
             self._visit_within(value)
+
+    def _visit_model(self, model: nn.Module) -> None:
+        self.models.append(model)
+        for parameter in model.parameters():
+            self._visit_hooks(parameter)
+        for module in model.modules():
+            self.generators += filter(is_generator, vars(module).values())
+            for hook in chain.from_iterable(hooks.values() for hooks in hooks_of_module(module)):
+                self.visit(hook)
 
     def _visit_hooks(self, tensor: Tensor) -> None:
         for hooks in hooks_of(tensor):
@@ -162,6 +173,17 @@ def check_ran(result: Any) -> None:
             f"calling the step gives a {type(result).__name__}, of which nothing has run; accepted "
             "is a function that takes the step"
         )
+
+
+def check_has_memory(models: Iterable[nn.Module]) -> None:
+    """Raise where a model that is to be run has no memory."""
+    for model in models:
+        name = next((n for n, p in model.named_parameters() if p.is_meta), None)
+        if name is not None:
+            raise InvalidValueError(
+                f"{name} is on the meta device, and steps are run here: give the model memory, as "
+                "by model.to_empty(device=...), or ask vramx.predict, which needs none"
+            )
 
 
 def is_on_the_host(found: Found) -> bool:

@@ -14,6 +14,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from torch.optim import Optimizer
 
 from vramx.compression.codec.random import restored_streams
 from vramx.errors import InvalidValueError
-from vramx.optimizers.copies import HOLDER
+from vramx.optimizers.copies import HOLDER, parameters_of
 from vramx.optimizers.states import is_record
-from vramx.planning.program import Found
+from vramx.planning.program import Found, is_leaf
 from vramx.recompute.attributes import attributes_as_now
+from vramx.recompute.generators import set_state, state_of
 from vramx.recompute.hooks import hooks_as_now
 
 Undo = Callable[[], None]
@@ -46,9 +48,10 @@ class KeptState:
             self._undo += [undo_of_gradient(parameter) for parameter in model.parameters()]
             self._undo.append(attributes_as_now(model.modules()))
             self._undo.append(hooks_as_now(model.modules()))
+        self._undo += _of_tensors_outside(found)
         self._undo += [_of_optimizer(each) for each in found.optimizers]
         self._undo += [_of_other(each) for each in found.others]
-        self._undo += _of_generators()
+        self._undo += _of_generators(found)
         self._streams = restored_streams()
         self._streams.__enter__()
 
@@ -109,7 +112,7 @@ def _fill(table: dict[str, Any], kept: dict[str, Any]) -> None:
         table.update(kept)
 
 
-def undo_of_gradient(parameter: nn.Parameter) -> Undo:
+def undo_of_gradient(parameter: Tensor) -> Undo:
     """Return what puts back the gradient that a parameter has, or has not."""
     gradient = parameter.grad
     content = None if gradient is None else _saved(gradient)
@@ -184,15 +187,39 @@ _CONTAINERS = (dict, list, tuple, deque)
 def _nothing() -> None: ...
 
 
+def _of_tensors_outside(found: Found) -> list[Undo]:
+    """Return what puts back weights that are of no model, averages, and others on their device.
+
+    What lies elsewhere may be a whole dataset on the host.
+    """
+    of_models = {id(t) for model in found.models for t in (*model.parameters(), *model.buffers())}
+    stepped = [p for optimizer in found.optimizers for p in parameters_of(optimizer)]
+    trained = [*stepped, *(p for model in found.models for p in model.parameters())]
+    devices = {tensor.device for tensor in trained}
+    outside = {id(t): t for t in (*stepped, *found.tensors) if id(t) not in of_models}
+    kept = [t for t in outside.values() if t.device in devices and _can_be_written(t)]
+    return [*map(_saved, kept), *(undo_of_gradient(t) for t in kept if is_leaf(t))]
+
+
+def _can_be_written(tensor: Tensor) -> bool:
+    """Tell whether a tensor has memory of which each element is in one place."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_inference():
+        return False
+    return type(tensor) is not Tensor or torch._debug_has_internal_overlap(tensor) != 1
+
+
 def _of_other(value: Any) -> Undo:
     kept = copy.deepcopy(value.state_dict())
     return lambda: value.load_state_dict(copy.deepcopy(kept))
 
 
 @contextlib.contextmanager
-def generators_as_before() -> Iterator[None]:
-    """Put back the random numbers of torch, on the host and on devices, Python and numpy."""
-    undo = _of_generators()
+def generators_as_before(found: Found) -> Iterator[None]:
+    """Put back the random numbers of torch, on the host and on devices, Python and numpy.
+
+    And those of the generators that a program refers to.
+    """
+    undo = _of_generators(found)
     try:
         yield
     finally:
@@ -200,7 +227,7 @@ def generators_as_before() -> Iterator[None]:
             each()
 
 
-def _of_generators() -> list[Undo]:
+def _of_generators(of: Found) -> list[Undo]:
     host, python = torch.get_rng_state(), random.getstate()
     found: list[Undo] = [lambda: torch.set_rng_state(host), lambda: random.setstate(python)]
     if torch.cuda.is_initialized():
@@ -210,4 +237,4 @@ def _of_generators() -> list[Undo]:
     if numpy is not None:
         state = numpy.random.get_state()
         found.append(lambda: numpy.random.set_state(state))
-    return found
+    return [*found, *(partial(set_state, each, state_of(each)) for each in of.generators)]

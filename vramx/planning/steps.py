@@ -19,6 +19,7 @@ from vramx.errors import InvalidValueError, brief
 from vramx.planning.caches import Caches
 from vramx.planning.lightning_step import check_lightning, is_lightning, training_step
 from vramx.planning.loop import Loop
+from vramx.planning.program import found_in
 from vramx.planning.states_kept import generators_as_before, undo_of_gradient, undo_of_module
 from vramx.recompute.attributes import attributes_as_now
 from vramx.recompute.hooks import hooks_as_now
@@ -153,12 +154,13 @@ def _described(value: Any) -> str:
 
 @contextlib.contextmanager
 def unchanged(
-    model: nn.Module, modules: list[nn.Module], loop: Loop
+    model: nn.Module, sample: Any, modules: list[nn.Module], loop: Loop
 ) -> Iterator[list[nn.Parameter]]:
     """Have a model ready for a loop's step; put all back on leaving. Yields what is trained.
 
     Gradients, buffers, the training flags and other attributes of the modules that the step
-    reaches, and the random numbers of torch, Python, NumPy and vramx are as before.
+    reaches, and the random numbers of torch, Python, NumPy and vramx, and of generators that the
+    step refers to, are as before.
     Gradients that exist lie on the host in the meantime, for steps add to them where they are.
 
     Raises:
@@ -178,7 +180,7 @@ def unchanged(
             model.train()
         loop.prepare(trained)
         stack.enter_context(Caches(model).off())
-        stack.enter_context(generators_as_before())
+        stack.enter_context(generators_as_before(found_in(model, sample)))
         stack.enter_context(random.restored_streams())
         yield trained
 

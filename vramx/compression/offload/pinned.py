@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from vramx.sizes import GIB, MIB
@@ -181,7 +182,9 @@ class HostPool:
             if rounded > self._room_bytes(held):
                 continue
             try:
-                slab = Slab(self._pin(rounded))
+                # All share it: a tensor of inference mode could not be written outside of that.
+                with torch.inference_mode(False):
+                    slab = Slab(self._pin(rounded))
             except RuntimeError:  # the host has no more to pin
                 continue
             self._slabs.append(slab)

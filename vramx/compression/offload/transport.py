@@ -76,7 +76,7 @@ class CudaTransport:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def pin(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def mark(self, place: Lane | torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=timed)
