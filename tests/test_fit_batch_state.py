@@ -68,10 +68,12 @@ def test_the_state_of_a_training_is_bit_for_bit_what_it_was(began: bool) -> None
 def test_what_a_step_refers_to_beside_models_is_put_back() -> None:
     weight, device = nn.Parameter(torch.ones(4, 4)), Device()
     average, noise = {"weight": torch.ones(4, 4)}, torch.Generator()
+    dataset = torch.ones(8, 8)  # more than the weights
     optimizer = torch.optim.SGD([weight], lr=0.1)
 
     def step(batch: int) -> None:
         device.take(batch)
+        dataset.zero_()
         (torch.randn(batch, 4, generator=noise) @ weight).sum().backward()
         optimizer.step()
         average["weight"].lerp_(weight.detach(), 0.5)
@@ -80,6 +82,7 @@ def test_what_a_step_refers_to_beside_models_is_put_back() -> None:
     fit_batch(step, memory=device, max=8)
     assert torch.equal(weight, torch.ones(4, 4))
     assert torch.equal(average["weight"], torch.ones(4, 4))
+    assert not dataset.any()
     assert weight.grad is None
     assert torch.equal(noise.get_state(), before)
 

@@ -91,9 +91,10 @@ def fit_batch(
     never runs out of memory where memory grows by a line; so trials are few, and out of memory is
     the exception. Afterwards weights, buffers, gradients, optimizers, schedulers, scalers,
     attributes of modules, generators, and tensors on the weights' device that the step refers to,
-    as averages are, have the bits that they had; lists and numbers of the program have what the
-    trials have put there. Where torch.distributed is initialised, all processes call it together,
-    also under DDP and FSDP2, and get the same answer.
+    as averages are, have the bits that they had; a tensor that takes more than the weights, as a
+    dataset, and lists and numbers of the program have what the trials have put there. Where
+    torch.distributed is initialised, all processes call it together, also under DDP and FSDP2, and
+    get the same answer.
 
     Args:
         step: called with a batch size (or a number of tokens, or whatever grows): a whole step of

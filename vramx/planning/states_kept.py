@@ -190,14 +190,16 @@ def _nothing() -> None: ...
 def _of_tensors_outside(found: Found) -> list[Undo]:
     """Return what puts back weights that are of no model, averages, and others on their device.
 
-    What lies elsewhere may be a whole dataset on the host.
+    What lies elsewhere, or takes more than all that is trained, may be a whole dataset.
     """
     of_models = {id(t) for model in found.models for t in (*model.parameters(), *model.buffers())}
     stepped = [p for optimizer in found.optimizers for p in parameters_of(optimizer)]
     trained = [*stepped, *(p for model in found.models for p in model.parameters())]
     devices = {tensor.device for tensor in trained}
+    most = sum(tensor.nbytes for tensor in trained)
     outside = {id(t): t for t in (*stepped, *found.tensors) if id(t) not in of_models}
-    kept = [t for t in outside.values() if t.device in devices and _can_be_written(t)]
+    near = [each for each in outside.values() if each.device in devices]
+    kept = [each for each in near if _can_be_written(each) and each.nbytes <= most]
     return [*map(_saved, kept), *(undo_of_gradient(t) for t in kept if is_leaf(t))]
 
 
