@@ -199,6 +199,13 @@ def test_without_a_failure_the_peak_is_explained(run: Any, snapshots: Path) -> N
     assert "no request failed" in run("explain", snapshots / "train.pickle")[1]
 
 
+def test_a_peak_before_the_history_is_said_to_be_there(run: Any, tmp_path: Path) -> None:
+    recording = Recording()
+    recording.free(recording.alloc(6 * MIB))
+    path = recording.save(tmp_path / "late.pickle", last=2)
+    assert "the peak, before the first event\n" in run("explain", path)[1]
+
+
 # --- memory pools ---------------------------------------------------------------------------------
 
 

@@ -82,6 +82,7 @@ def test_options_become_variables_that_are_read_back(
         (["--cross-stream", "now", "a.py"], "'never', 'under_pressure', 'always'"),
         (["--devices", "a", "a.py"], "no list of device numbers"),
         (["--colour", "a.py"], "unrecognized arguments: --colour; accepted are --help, --limit,"),
+        (["-u", "a.py"], "options of Python go with it, as in vramx run -- python -u ..."),
         (["env", "a.py", "x y"], "env is a command and no script; write: vramx run -- env a.py"),
         (["--stats", "/no/folder/s.json", "a.py"], "the folder /no/folder does not exist"),
         (["--", "no-such-command-here"], "no-such-command-here: no such command"),

@@ -87,6 +87,18 @@ def test_what_a_step_refers_to_beside_models_is_put_back() -> None:
     assert torch.equal(noise.get_state(), before)
 
 
+def test_tensors_that_cannot_be_put_back_are_left() -> None:
+    model = nn.Linear(4, 1)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    others = [nested, torch.ones(1).expand(5), torch.eye(3).to_sparse()]
+
+    def step(batch: int) -> None:
+        model(torch.ones(batch, 4)).sum().backward()
+        assert others
+
+    fit_batch(step, memory=Device(), max=2)
+
+
 def test_a_model_without_memory_is_named() -> None:
     model = nn.Linear(2, 2, device="meta")
     with pytest.raises(InvalidValueError, match=r"weight is on the meta device.*vramx\.predict"):

@@ -100,6 +100,11 @@ def test_a_level_that_no_block_has_is_a_row_that_says_so() -> None:
         prediction.peak_bytes(level="keep")
 
 
+def test_one_word_is_a_level() -> None:
+    prediction = vramx.predict(Stack(1), rows(64), levels="left", policies="live")
+    assert [row.level for row in prediction.rows] == ["left"]
+
+
 def test_the_text_and_the_json_have_every_row() -> None:
     prediction = vramx.predict(Stack(2), rows(64), levels=("left", "int8"), policies="live")
     assert str(prediction).splitlines()[0].split()[:2] == ["level", "live"]

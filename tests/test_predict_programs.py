@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,27 @@ def test_an_iterator_of_the_program_is_not_advanced() -> None:
 def endless(loader: Any) -> Iterator[Any]:
     while True:
         yield from loader
+
+
+def test_a_trainer_that_has_what_cannot_be_copied_is_followed() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.lock, self.model = threading.Lock(), nn.Linear(64, 64)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.count = 0
+
+        def __call__(self) -> None:
+            with self.lock:
+                self.count += 1
+                self.optimizer.zero_grad()
+                self.model(torch.ones(4, 64)).sum().backward()
+                self.optimizer.step()
+
+    trainer = Trainer()
+    before = trainer.model.weight.detach().clone()
+    assert vramx.predict(trainer, device="cpu").peak_bytes() > 2 * before.nbytes
+    assert torch.equal(trainer.model.weight, before)
+    assert trainer.count == 0
 
 
 def test_a_stream_of_batches_that_ends_is_one_error() -> None:

@@ -120,6 +120,12 @@ def test_a_step_may_ask_what_the_gpu_is() -> None:
         free, total = torch.cuda.mem_get_info()
         assert free == total == gpu.total_memory
         layer(torch.ones(gpu.multi_processor_count, 64, device="cuda"))
+        assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+        with torch.cuda.nvtx.range(torch.cuda.memory_summary()):
+            torch.cuda.ipc_collect()
+        if hasattr(torch.accelerator, "memory_allocated"):  # torch 2.9
+            torch.accelerator.synchronize()
+            assert torch.accelerator.memory_allocated() == 0
 
     assert peak(step) > 132 * 64 * 4
 

@@ -106,7 +106,9 @@ def _parts(why: Explanation, events: int, count: int) -> list[Any]:
 
 def _heading(why: Explanation, events: int) -> str:
     if why.request is None:
-        return f"{why.snapshot}: no request failed; this is the peak, after event {why.at.event:,}"
+        # What was there before the history began may be the most.
+        when = f"after event {why.at.event:,}" if why.at.event >= 0 else "before the first event"
+        return f"{why.snapshot}: no request failed; this is the peak, {when}"
     earlier = f"; {why.failures - 1:,} failed before it" if why.failures > 1 else ""
     return f"{why.snapshot}: out of memory at event {why.at.event:,} of {events:,}{earlier}"
 

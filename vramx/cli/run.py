@@ -45,7 +45,10 @@ class _RunParser(common.OneLineParser):
         parsed, extra = super().parse_known_args(own, namespace)
         if extra:
             accepted = ", ".join(action.option_strings[-1] for action in self._actions)
-            self.error(f"unrecognized arguments: {' '.join(extra)}; accepted are {accepted}")
+            pythons = f"; options of Python go with it, as in {self.prog} -- python {extra[0]} ..."
+            self.error(
+                f"unrecognized arguments: {' '.join(extra)}; accepted are {accepted}{pythons}"
+            )
         if not command:
             self.error("what to run is missing: a script, -m MODULE, or -- COMMAND")
         parsed.command = command

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,20 @@ _ANSWERS: dict[str, Any] = {
     "max_memory_allocated": 0,
     "memory_reserved": 0,
     "max_memory_reserved": 0,
+    "memory_stats": Counter[str](),
+    "memory_summary": "",
+    "memory_snapshot": [],
+    "set_per_process_memory_fraction": None,
+    "ipc_collect": None,
+    "memory_usage": 0,
+    "utilization": 0,
 }
+# What a program notes for its log, by other names.
+_OF_ACCELERATOR = (
+    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+    *("memory_stats", "reset_peak_memory_stats", "empty_cache", "synchronize"),
+)
+_OF_NVTX = ("mark", "range_push", "range_pop")
 
 
 class _Idle:
@@ -87,10 +101,16 @@ def answering() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, answer in _ANSWERS.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, _constant(answer)))
+        for name in _OF_ACCELERATOR:
+            if hasattr(torch, "accelerator") and hasattr(torch.accelerator, name):
+                answer = _constant(_ANSWERS[name])
+                stack.enter_context(mock.patch.object(torch.accelerator, name, answer))
+        for name in _OF_NVTX:
+            stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, _constant(None)))
         for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
             stack.enter_context(mock.patch.object(torch.cuda, name, _Idle))
         # Random states of a device are read and set by checkpoints.
-        state = _constant(torch.zeros(16, dtype=torch.uint8))
+        state = _constant(torch.zeros(16, dtype=torch.uint8, device="cpu"))
         stack.enter_context(mock.patch.object(torch.cuda, "get_rng_state", state))
         stack.enter_context(mock.patch.object(torch.cuda, "set_rng_state", _constant(None)))
         kernels = (("_capability", (9, 0)), ("_prefers_cudnn", False))

@@ -75,7 +75,7 @@ def predict(
     *arguments: Any,
     optimizer: Any = None,
     gradients: str | None = None,
-    levels: Collection[str] | None = None,
+    levels: str | Collection[str] | None = None,
     policies: str | Collection[str] = POLICIES,
     device: str = "cuda",
     steps: int = 2,
@@ -130,6 +130,7 @@ def predict(
     kind = device_type_of(device)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise refused("steps", steps, "is 1 or more")
+    levels = (levels,) if isinstance(levels, str) else levels
     for word in levels or ():
         if word not in WORDS:
             raise refused("level", word, WORDS)

@@ -202,8 +202,10 @@ class Copied:
         return self._memo.setdefault(id(value), made)
 
     def _deep_copy(self, value: Any) -> Any:
+        # Of one that fails halfway nothing must be taken for a copy.
+        memo = dict(self._memo)
         try:
-            return copy.deepcopy(value, self._memo)
+            made = copy.deepcopy(value, memo)
         except Exception as error:
             if isinstance(value, (nn.Module, Optimizer)):
                 raise InvalidValueError(
@@ -211,7 +213,22 @@ class Copied:
                     f"({summary(error)}); predict before DDP, FSDP or "
                     "others wrap the model"
                 ) from error
+            if is_of_the_program(value):
+                return self._copy_attributes(value)
             return value  # a file, a lock: what has no tensor of the model is shared
+        self._kept += memo.pop(id(memo), [])
+        self._memo.update(memo)
+        return made
+
+    def _copy_attributes(self, value: Any) -> Any:
+        """Copy an object, such as a trainer, that has what cannot be copied as an attribute."""
+        try:
+            made = object.__new__(type(value))
+        except TypeError:  # of a class that extends one of C's
+            return value
+        self._remember(value, made)
+        vars(made).update((name, self._copy(each)) for name, each in vars(value).items())
+        return made
 
     def _copy_function(self, function: Any) -> Any:
         if isinstance(function, types.MethodType):

@@ -205,7 +205,9 @@ def _of_tensors_outside(found: Found) -> list[Undo]:
 
 def _can_be_written(tensor: Tensor) -> bool:
     """Tell whether a tensor has memory of which each element is in one place."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_inference():
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        return False
+    if tensor.is_inference():
         return False
     return type(tensor) is not Tensor or torch._debug_has_internal_overlap(tensor) != 1
 
