@@ -189,6 +189,9 @@ PLACES: dict[str, Callable[[Use, Any], Any]] = {
     "a module's dictionary": lambda use, state: Module(
         lambda held, x: use(held["of"], x), {"of": state}
     ),
+    "a module's function": lambda use, state: Module(
+        lambda _, x: use(state, x), None
+    ),
     "a hook": lambda use, state: hooked(lambda _, __, y: use(state, y)),
     "a hook that is a module's method": lambda use, state: hooked(Module(use, state).hook),
     "a hook that is an object": lambda use, state: hooked(Hook(use, state)),
@@ -226,6 +229,17 @@ def test_what_a_region_has_changes_once_a_call(place: str, kind: str) -> None:
         y = call(region, call(region, leaf * 1, *given), *given)
         use(state, leaf)  # as a program does between the passes
         found.append([*torch.autograd.grad(y.sum(), leaf), use(state, torch.ones(WIDTH))])
+    check_near(*found, "keep")
+
+
+def test_what_a_modules_function_reaches_moves_once_and_draws_again() -> None:
+    found = []
+    for call in (plain, functools.partial(vramx.checkpoint, level="keep")):
+        norm, draws = nn.BatchNorm1d(WIDTH), random.Random(0)
+        region = Module(lambda _, x, norm=norm, draws=draws: norm(x) * draws.random(), None)
+        leaf = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).requires_grad_()
+        (gradient,) = torch.autograd.grad(call(region, call(region, leaf * 1)).sum(), leaf)
+        found.append([gradient, norm.running_mean, torch.tensor(draws.random())])
     check_near(*found, "keep")
 
 

@@ -79,6 +79,7 @@ def test_packed_large_rows_lose_the_slope_of_a_gate(monkeypatch: pytest.MonkeyPa
     def region(x: Tensor) -> Tensor:
         return F.glu(layer(x)).cumsum(-1)
 
+    vramx.manual_seed(0)  # the noise decides how much is lost: of 40 seeds one has 0.954
     found = gradients(layer, region, x, SMALL)
     assert cosine(found, gradients(layer, region, x, "keep")) < 0.95
 

@@ -1,8 +1,9 @@
-"""Forward hooks of a region's modules: a recomputation calls them with what they reached then.
+"""Hooks and functions of modules: a recomputation calls them with what they reached then.
 
 A hook that keeps outputs in a list, counts, or adds noise would do so once more, with what it finds
 then. So it is called as functions.py has it, with copies of the containers that it closes over or
-names, and what it is bound to is an owner of attributes, as a module is. Hooks of torch, such as
+names, and what it is bound to is an owner of attributes, as a module is. So is a function that a
+module has as an attribute, such as one that a program gives to it to call. Hooks of torch, such as
 those of a sharding library, are called as they are. Which hooks modules have is members.py's; those
 that torch calls for every module are the ones that there were. A call costs a look at each module
 of the region.
@@ -21,8 +22,10 @@ from torch.nn.modules import module as of_every_module
 
 from vramx.recompute.attributes import attributes_as_now
 from vramx.recompute.functions import variables_as_now
+from vramx.recompute.noted import Noted
 
 _OTHERS = ("torch", "vramx", "builtins")
+_FUNCTIONS = (FunctionType, functools.partial)
 # For every module: hooks, and how they are called, by the number of the hook.
 _EVERY: tuple[dict[int, Any], ...] = (
     of_every_module._global_forward_hooks,
@@ -35,17 +38,25 @@ _HOW: tuple[dict[int, bool], ...] = (
 _NONE: tuple[dict[int, Any], ...] = tuple({} for _ in (*_EVERY, *_HOW))
 
 
+# The attributes of a module that are functions, by how many it has.
+_functions: Noted[tuple[int, tuple[str, ...]]] = Noted()
+
+
 class Hooks:
-    """The forward hooks of modules as they are now."""
+    """The forward hooks of modules, and functions in their attributes, as they are now."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._places = [
+        modules = tuple(modules)
+        self._places: list[tuple[dict[Any, Any], Any, Any]] = [
             (own, key, hook)
             for module in modules
             for own in (module._forward_hooks, module._forward_pre_hooks)
             for key, hook in own.items()
             if is_of_program(hook)
         ]
+        attributes = [(vars(each), name) for each in modules for name in _functions_of(each)]
+        self._places += ((own, name, own[name]) for own, name in attributes)
+        self.of_attributes = [own[name] for own, name in attributes]
         self._of_every = of_every = _hooks_of_every_module()
         if of_every is not _NONE:
             of_places = zip(_EVERY, of_every, strict=False)
@@ -91,6 +102,27 @@ class Hooks:
             for own, key, hook, other in changed:
                 if own.get(key) is other:
                     own[key] = hook
+
+
+def _functions_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's attributes that are functions of the program.
+
+    Another forward is a library's that moves weights about: it is called as it is.
+
+    Example:
+        >>> module = nn.Module()
+        >>> module.call = lambda x: x
+        >>> _functions_of(module)
+        ('call',)
+    """
+    own, notes = vars(module), _functions.beside(module)
+    known = notes.get(module)
+    if known is None or known[0] != len(own):
+        found = [name for name, value in own.items() if isinstance(value, _FUNCTIONS)]
+        given = (name for name in found if name != "forward" and is_of_program(own[name]))
+        known = len(own), tuple(given)
+        notes[module] = known
+    return tuple(name for name in known[1] if isinstance(own.get(name), _FUNCTIONS))
 
 
 def _hooks_of_every_module() -> tuple[dict[int, Any], ...]:

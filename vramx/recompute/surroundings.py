@@ -48,8 +48,12 @@ class Surroundings:
         self._shared = Shared(arguments)
         self._function = function
         modules = modules_of(function, leaves)
-        self._hooks = hooks = Hooks(modules)
-        self._variables = Variables(function, hooks.functions)
+        hooks = Hooks(modules)
+        if hooks.of_attributes:  # which may reach others
+            modules = modules_of(function, (*leaves, *hooks.of_attributes))
+            hooks = Hooks(modules)
+        self._hooks = hooks
+        self._variables = Variables(function, hooks.functions, hooks.of_attributes)
         region = kind_of(function, modules)
         self.buffers = Buffers(modules, region)
         # A lazy module is to be found as its first run makes it.
