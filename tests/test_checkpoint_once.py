@@ -192,6 +192,12 @@ PLACES: dict[str, Callable[[Use, Any], Any]] = {
     "a module's function": lambda use, state: Module(
         lambda _, x: use(state, x), None
     ),
+    "a module's list of functions": lambda use, state: Module(
+        lambda held, x: held[0](x), [lambda x: use(state, x)]
+    ),
+    "a module's functions by name": lambda use, state: Module(
+        lambda held, x: held["of"](x), {"of": lambda x: use(state, x)}
+    ),
     "a hook": lambda use, state: hooked(lambda _, __, y: use(state, y)),
     "a hook that is a module's method": lambda use, state: hooked(Module(use, state).hook),
     "a hook that is an object": lambda use, state: hooked(Hook(use, state)),

@@ -3,17 +3,18 @@
 A hook that keeps outputs in a list, counts, or adds noise would do so once more, with what it finds
 then. So it is called as functions.py has it, with copies of the containers that it closes over or
 names, and what it is bound to is an owner of attributes, as a module is. So is a function that a
-module has as an attribute, such as one that a program gives to it to call. Hooks of torch, such as
-those of a sharding library, are called as they are. Which hooks modules have is members.py's; those
-that torch calls for every module are the ones that there were. A call costs a look at each module
-of the region.
+module has as an attribute, or in a list or a dictionary, such as one that a program gives to it.
+Hooks of torch, such as those of a sharding library, are called as they are. Which hooks modules
+have is members.py's; those that torch calls for every module are the ones that there were. A call
+costs a look at each module of the region.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.nn.modules import module as of_every_module
 from vramx.recompute.attributes import attributes_as_now
 from vramx.recompute.functions import variables_as_now
 from vramx.recompute.noted import Noted
+from vramx.recompute.owners import OF_EVERY_MODULE
 
 _OTHERS = ("torch", "vramx", "builtins")
 _FUNCTIONS = (FunctionType, functools.partial)
@@ -56,12 +58,13 @@ class Hooks:
         ]
         attributes = [(vars(each), name) for each in modules for name in _functions_of(each)]
         self._places += ((own, name, own[name]) for own, name in attributes)
-        self.of_attributes = [own[name] for own, name in attributes]
+        self.of_attributes = [each for own, name in attributes for each in _held_by(own[name])]
         self._of_every = of_every = _hooks_of_every_module()
         if of_every is not _NONE:
             of_places = zip(_EVERY, of_every, strict=False)
             self._places += [(own, *each) for own, then in of_places for each in then.items()]
-        self.functions = list({id(hook): hook for _, _, hook in self._places}.values())
+        held = (each for _, _, hook in self._places for each in _held_by(hook))
+        self.functions = list({id(each): each for each in held}.values())
 
     @property
     def owners(self) -> list[Any]:
@@ -91,7 +94,7 @@ class Hooks:
 
     @contextlib.contextmanager
     def _of_modules_replaced(self, again: Callable[[Any], Any]) -> Iterator[None]:
-        made = [(own, key, hook, again(hook)) for own, key, hook in self._places]
+        made = [(own, key, hook, _again(hook, again)) for own, key, hook in self._places]
         changed = [each for each in made if each[2] is not each[3]]
         for own, key, hook, other in changed:
             if own.get(key) is hook:
@@ -118,11 +121,34 @@ def _functions_of(module: nn.Module) -> tuple[str, ...]:
     own, notes = vars(module), _functions.beside(module)
     known = notes.get(module)
     if known is None or known[0] != len(own):
-        found = [name for name, value in own.items() if isinstance(value, _FUNCTIONS)]
-        given = (name for name in found if name != "forward" and is_of_program(own[name]))
-        known = len(own), tuple(given)
+        names = own.keys() - OF_EVERY_MODULE - {"forward"}
+        known = len(own), tuple(name for name in names if _has_functions(own[name]))
         notes[module] = known
-    return tuple(name for name in known[1] if isinstance(own.get(name), _FUNCTIONS))
+    return tuple(name for name in known[1] if _has_functions(own.get(name)))
+
+
+def _held_by(value: Any) -> Collection[Any]:
+    """Return a hook, or a function, as one of a list; of a container what it holds."""
+    if type(value) is dict:
+        return value.values()
+    return value if type(value) in (list, tuple) else [value]
+
+
+def _has_functions(value: Any) -> bool:
+    """Tell whether an attribute is a function of the program, or holds nothing else."""
+    held = _held_by(value)
+    return bool(held) and all(isinstance(x, _FUNCTIONS) and is_of_program(x) for x in held)
+
+
+def _again(value: Any, again: Callable[[Any], Any]) -> Any:
+    """Return a hook, a function, or a container of some, in the form that `again` gives them."""
+    held = _held_by(value)
+    made = list(map(again, held))
+    if all(map(operator.is_, made, held)):
+        return value
+    if type(value) is dict:
+        return dict(zip(value, made, strict=True))
+    return type(value)(made) if type(value) in (list, tuple) else made[0]
 
 
 def _hooks_of_every_module() -> tuple[dict[int, Any], ...]:
