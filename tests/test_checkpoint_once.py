@@ -202,6 +202,15 @@ PLACES: dict[str, Callable[[Use, Any], Any]] = {
     "a module's dictionary": lambda use, state: Module(
         lambda held, x: use(held["of"], x), {"of": state}
     ),
+    "a module's function": lambda use, state: Module(
+        lambda _, x: use(state, x), None
+    ),
+    "a module's list of functions": lambda use, state: Module(
+        lambda held, x: held[0](x), [lambda x: use(state, x)]
+    ),
+    "a module's functions by name": lambda use, state: Module(
+        lambda held, x: held["of"](x), {"of": lambda x: use(state, x)}
+    ),
     "a hook": lambda use, state: hooked(lambda _, __, y: use(state, y)),
     "a hook that is a module's method": lambda use, state: hooked(Module(use, state).hook),
     "a hook that is an object": lambda use, state: hooked(Hook(use, state)),
@@ -250,6 +259,17 @@ def test_a_global_that_becomes_a_generator_is_set_back() -> None:
     for call in (plain, functools.partial(vramx.checkpoint, level="keep")):
         region = of_a_global(draw, random.Random(0))
         found.append(torch.autograd.grad(call(region, call(region, x * 1)).sum(), x))
+    check_near(*found, "keep")
+
+
+def test_what_a_modules_function_reaches_moves_once_and_draws_again() -> None:
+    found = []
+    for call in (plain, functools.partial(vramx.checkpoint, level="keep")):
+        norm, draws = nn.BatchNorm1d(WIDTH), random.Random(0)
+        region = Module(lambda _, x, norm=norm, draws=draws: norm(x) * draws.random(), None)
+        leaf = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).requires_grad_()
+        (gradient,) = torch.autograd.grad(call(region, call(region, leaf * 1)).sum(), leaf)
+        found.append([gradient, norm.running_mean, torch.tensor(draws.random())])
     check_near(*found, "keep")
 
 

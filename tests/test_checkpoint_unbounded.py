@@ -79,6 +79,7 @@ def test_packed_large_rows_lose_the_slope_of_a_gate(monkeypatch: pytest.MonkeyPa
     def region(x: Tensor) -> Tensor:
         return F.glu(layer(x)).cumsum(-1)
 
+    vramx.manual_seed(0)  # the noise decides how much is lost
     found, exact = gradients(layer, region, x, SMALL), gradients(layer, region, x, "keep")
     assert min(cosine([a], [b]) for a, b in zip(found, exact, strict=True)) < 0.95
 

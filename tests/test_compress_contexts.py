@@ -12,11 +12,12 @@ import torch
 from compress_tools import Block, gradient, input_of, table
 from test_compress import _nothing_is_left
 
+from vramx import errors
 from vramx.compression import enclosing
 from vramx.compression import stats as stats_module
 from vramx.compression.hooks import compress
 from vramx.compression.stats import CompressionStats
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, VramxWarning
 from vramx.sizes import format_size
 
 __all__ = ["_nothing_is_left"]  # a fixture
@@ -47,6 +48,19 @@ def test_the_innermost_context_decides(is_told: bool, monkeypatch: pytest.Monkey
     assert set(inner.operations) == {"sigmoid"}
     assert off.packed.tensors == 0
     assert off.kept["disabled"].tensors == 1
+
+
+def test_where_saved_tensors_may_be_written_into_they_may() -> None:
+    errors._said.clear()
+    layer, x = torch.nn.Linear(64, 64), input_of(8, 64)
+    expected = layer.weight.detach().sum(0)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        with pytest.warns(VramxWarning, match="allow_mutation"), compress(min_bytes=0):
+            y = layer(x)
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found[0], expected)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -8,6 +8,7 @@ import itertools
 import pickle
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
 from benchmarks.programs._adapters import Adapters, adapt
-from vramx.nn.families import plain_following
+from vramx.nn.families import plain_following, plain_record
 
 # As INT8_NOISE of optimize_tools.py, of one pack in each of two blocks.
 ONE_PACK = INT8_STEP * 4 / 2 * 2**0.5
@@ -110,6 +111,20 @@ def test_reading_leaves_a_module_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), torchs)
     assert not any(hasattr(part, "last") for part in model.modules())
     assert not any(part.training for part in model.modules())
+
+
+def test_modules_of_other_threads_run_while_a_block_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other, modes = nn.Sequential(nn.Linear(4, 4)), plain_record._modes
+    with ThreadPoolExecutor(1) as pool:
+
+        def look() -> Any:  # for each operation of a trace
+            assert isinstance(pool.submit(other, torch.ones(4)).result(), Tensor)
+            return modes()
+
+        monkeypatch.setattr(plain_record, "_modes", look)
+        assert fused_blocks(vramx.optimize(model_of(made()), "keep")) == 2
 
 
 def test_int8_keeps_less_with_the_gradients() -> None:

@@ -133,6 +133,12 @@ _IN_CHECKPOINT = (
 )
 
 
+_IN_MUTATION = (
+    "vramx.compress() inside torch.autograd.graph.allow_mutation_on_saved_tensors() packs nothing: "
+    "that keeps copies of what is written into, and hooks within it would keep it from that"
+)
+
+
 class _Active:
     """One pair of hooks and one mode on this thread's stacks."""
 
@@ -170,6 +176,10 @@ def _may_push(options: Compression) -> bool:
         # Kept here, the checkpoint would keep everything and recompute nothing.
         if options.packs:
             warn_once(_IN_CHECKPOINT, stacklevel=4)
+        return False
+    if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
+        if options.packs:
+            warn_once(_IN_MUTATION, stacklevel=4)
         return False
     return options.packs or _is_ours(enclosing.top_hook())
 

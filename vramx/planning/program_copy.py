@@ -224,10 +224,11 @@ class Copied:
         """Copy an object, such as a trainer, that has what cannot be copied as an attribute."""
         try:
             made = object.__new__(type(value))
-        except TypeError:  # of a class that extends one of C's
+            own = vars(made)
+        except TypeError:  # of a class that extends one of C's, or has slots
             return value
         self._remember(value, made)
-        vars(made).update((name, self._copy(each)) for name, each in vars(value).items())
+        own.update((name, self._copy(each)) for name, each in vars(value).items())
         return made
 
     def _copy_function(self, function: Any) -> Any:

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from vramx.patch.of_classes import found_of
 from vramx.recompute.copies import FIXED, Copier, Forgetting, TooLargeError
 from vramx.recompute.generators import is_generator, set_state, state_of
+from vramx.recompute.kinds import OF_EVERY_MODULE
 from vramx.recompute.noted import ANY_REGION, RegionKind
-from vramx.recompute.owners import OF_EVERY_MODULE, OwnerBefore, OwnersCopies
+from vramx.recompute.owners import OwnerBefore, OwnersCopies
 from vramx.recompute.shared import Pair
 from vramx.recompute.tensors import version_of
 

@@ -140,7 +140,7 @@ class _Taken:
 class Variables:
     """The variables of a function, and of those that it is made of or closes over, as they are now.
 
-    So are those of `hooks`, which it calls as well.
+    So are those of `hooks`, which it calls as well, and of `others`, which are its own too.
 
     Example:
         >>> doubled, tripled = [Variables(lambda x: x * factor) for factor in (2, 3)]
@@ -148,9 +148,11 @@ class Variables:
         (2, 3)
     """
 
-    def __init__(self, function: Callable[..., Any], hooks: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, function: Callable[..., Any], hooks: Iterable[Any] = (), others: Iterable[Any] = ()
+    ) -> None:
         self._function = function
-        parts = list(_functions(function))
+        parts = [part for each in (function, *others) for part in _functions(each)]
         self._bound = [each.__self__ for each in parts if type(each) is MethodType]
         self._own = {id(each) for each in parts}
         known = {id(each): each for each in parts}

@@ -1,18 +1,20 @@
-"""Forward hooks of a region's modules: a recomputation calls them with what they reached then.
+"""Hooks and functions of modules: a recomputation calls them with what they reached then.
 
 A hook that keeps outputs in a list, counts, or adds noise would do so once more, with what it finds
 then. So it is called as functions.py has it, with copies of the containers that it closes over or
-names, and what it is bound to is an owner of attributes, as a module is. Hooks of torch, such as
-those of a sharding library, are called as they are. Which hooks modules have is members.py's; those
-that torch calls for every module are the ones that there were. A call costs a look at each module
-of the region.
+names, and what it is bound to is an owner of attributes, as a module is. So is a function that a
+module has as an attribute, or in a list or a dictionary, such as one that a program gives to it.
+Hooks of torch, such as those of a sharding library, are called as they are. Which hooks modules
+have is members.py's; those that torch calls for every module are the ones that there were. A call
+costs a look at each module of the region.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -21,8 +23,10 @@ from torch.nn.modules import module as of_every_module
 
 from vramx.recompute.attributes import attributes_as_now
 from vramx.recompute.functions import variables_as_now
+from vramx.recompute.kinds import Chosen
 
 _OTHERS = ("torch", "vramx", "builtins")
+_FUNCTIONS = (FunctionType, functools.partial)
 # For every module: hooks, and how they are called, by the number of the hook.
 _EVERY: tuple[dict[int, Any], ...] = (
     of_every_module._global_forward_hooks,
@@ -36,21 +40,26 @@ _NONE: tuple[dict[int, Any], ...] = tuple({} for _ in (*_EVERY, *_HOW))
 
 
 class Hooks:
-    """The forward hooks of modules as they are now."""
+    """The forward hooks of modules, and functions in their attributes, as they are now."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._places = [
+        modules = tuple(modules)
+        self._places: list[tuple[dict[Any, Any], Any, Any]] = [
             (own, key, hook)
             for module in modules
             for own in (module._forward_hooks, module._forward_pre_hooks)
             for key, hook in own.items()
             if is_of_program(hook)
         ]
+        attributes = [(vars(each), name) for each in modules for name in _functions_of(each)]
+        self._places += ((own, name, own[name]) for own, name in attributes)
+        self.of_attributes = [each for own, name in attributes for each in _held_by(own[name])]
         self._of_every = of_every = _hooks_of_every_module()
         if of_every is not _NONE:
             of_places = zip(_EVERY, of_every, strict=False)
             self._places += [(own, *each) for own, then in of_places for each in then.items()]
-        self.functions = list({id(hook): hook for _, _, hook in self._places}.values())
+        held = (each for _, _, hook in self._places for each in _held_by(hook))
+        self.functions = list({id(each): each for each in held}.values())
 
     @property
     def owners(self) -> list[Any]:
@@ -80,7 +89,7 @@ class Hooks:
 
     @contextlib.contextmanager
     def _of_modules_replaced(self, again: Callable[[Any], Any]) -> Iterator[None]:
-        made = [(own, key, hook, again(hook)) for own, key, hook in self._places]
+        made = [(own, key, hook, _again(hook, again)) for own, key, hook in self._places]
         changed = [each for each in made if each[2] is not each[3]]
         for own, key, hook, other in changed:
             if own.get(key) is hook:
@@ -91,6 +100,48 @@ class Hooks:
             for own, key, hook, other in changed:
                 if own.get(key) is other:
                     own[key] = hook
+
+
+def _functions_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's attributes that are functions of the program.
+
+    Another forward is a library's that moves weights about: it is called as it is.
+
+    Example:
+        >>> module = nn.Module()
+        >>> module.call = lambda x: x
+        >>> _functions_of(module)
+        ('call',)
+    """
+    own = vars(module)
+    return tuple(name for name in _functions.names_of(module) if _has_functions(own[name]))
+
+
+def _held_by(value: Any) -> Collection[Any]:
+    """Return a hook, or a function, as one of a list; of a container what it holds."""
+    if type(value) is dict:
+        return value.values()
+    return value if type(value) in (list, tuple) else [value]
+
+
+def _has_functions(value: Any) -> bool:
+    """Tell whether an attribute is a function of the program, or holds nothing else."""
+    held = _held_by(value)
+    return bool(held) and all(isinstance(x, _FUNCTIONS) and is_of_program(x) for x in held)
+
+
+_functions = Chosen((*_FUNCTIONS, list, tuple, dict), left=frozenset({"forward"}))
+
+
+def _again(value: Any, again: Callable[[Any], Any]) -> Any:
+    """Return a hook, a function, or a container of some, in the form that `again` gives them."""
+    held = _held_by(value)
+    made = list(map(again, held))
+    if all(map(operator.is_, made, held)):
+        return value
+    if type(value) is dict:
+        return dict(zip(value, made, strict=True))
+    return type(value)(made) if type(value) in (list, tuple) else made[0]
 
 
 def _hooks_of_every_module() -> tuple[dict[int, Any], ...]:

@@ -21,6 +21,7 @@ from vramx.errors import warn_once
 from vramx.recompute.buffers import copy_of, learning
 from vramx.recompute.copies import FIXED, MOST_BYTES, Copier, Forgetting, TooLargeError, differs
 from vramx.recompute.generators import is_generator
+from vramx.recompute.kinds import OF_EVERY_MODULE, Kinds, is_inert, kinds_of
 from vramx.recompute.noted import Noted, RegionKind, Regions
 from vramx.recompute.objects import tensors_in
 from vramx.recompute.shared import Pair, is_pair
@@ -35,17 +36,9 @@ from vramx.recompute.wholes import (
     tell_of_advance,
 )
 
-# What every module has beside what is as it was: members, hooks, what is done to it.
-OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl"}) - {"training"}
-# Modules that change nothing of their own while they run.
-_INERT = "torch.nn.modules."
 _ABSENT = object()
 _NO_NAMES: frozenset[str] = frozenset()
 _NOTHING: dict[str, Any] = {}  # nothing is put into it
-
-
-# The names of all attributes, and the types of what they are.
-Kinds = tuple[tuple[str, ...], tuple[type, ...]]
 _MOST_KINDS = 64  # of one module
 
 
@@ -73,15 +66,6 @@ def _known_of(owner: Any) -> dict[bool, _Known]:
     if found is None:
         known[owner] = found = {}
     return found
-
-
-def is_inert(owner: Any) -> bool:
-    return type(owner).__module__.startswith(_INERT)
-
-
-def kinds_of(values: dict[str, Any]) -> Kinds:
-    """Return what tells attributes whose values are of other kinds than they were."""
-    return tuple(values), tuple(map(type, values.values()))
 
 
 def _may_be_known(owner: Any) -> bool:

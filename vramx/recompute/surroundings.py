@@ -22,11 +22,11 @@ from vramx.recompute.buffers import Buffers
 from vramx.recompute.functions import Variables
 from vramx.recompute.generators import Generators
 from vramx.recompute.hooks import Hooks
+from vramx.recompute.kinds import Chosen
 from vramx.recompute.members import Members
 from vramx.recompute.modes import Modes
-from vramx.recompute.noted import Noted, kind_of
+from vramx.recompute.noted import kind_of
 from vramx.recompute.objects import Before
-from vramx.recompute.owners import OF_EVERY_MODULE, is_inert, kinds_of
 from vramx.recompute.reached import modules_of
 from vramx.recompute.shared import Shared
 from vramx.recompute.switches import Switches
@@ -48,8 +48,13 @@ class Surroundings:
         self._function = function
         modules = modules_of(function, leaves)
         modules += hidden_in(modules)
-        self._hooks = hooks = Hooks(modules)
-        self._variables = Variables(function, hooks.functions)
+        hooks = Hooks(modules)
+        if hooks.of_attributes:  # which may reach others
+            modules = modules_of(function, (*leaves, *hooks.of_attributes))
+            modules += hidden_in(modules)
+            hooks = Hooks(modules)
+        self._hooks = hooks
+        self._variables = Variables(function, hooks.functions, hooks.of_attributes)
         region = kind_of(function, modules)
         self.buffers = Buffers(modules, region)
         # A lazy module is to be found as its first run makes it.
@@ -118,9 +123,6 @@ def _is_of_a_module(function: Any) -> bool:
     return isinstance(getattr(function, "__self__", function), nn.Module)
 
 
-# Attributes of a module that may hold modules which are no parts of it, such as its parent, by what
-# tells whether there may be others.
-_linking: Noted[tuple[Any, tuple[str, ...]]] = Noted()
 _MOST_ITEMS = 1024  # of a list, that are looked at in each call: 20 microseconds
 
 
@@ -135,13 +137,7 @@ def linked_to(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """
     for module in modules:
         own = vars(module)
-        key = len(own) if is_inert(module) else kinds_of(own)
-        notes = _linking.beside(module)
-        known = notes.get(module)
-        if known is None or known[0] != key:
-            found = (name for name in own.keys() - OF_EVERY_MODULE if _may_link(own[name]))
-            notes[module] = known = key, tuple(found)
-        for name in known[1]:
+        for name in _linking.names_of(module):
             value = own[name]
             held = value[:_MOST_ITEMS] if isinstance(value, (list, tuple)) else (value,)
             yield from (each for each in held if isinstance(each, nn.Module))
@@ -167,5 +163,5 @@ def hidden_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return list(found.values())
 
 
-def _may_link(value: Any) -> bool:
-    return isinstance(value, (list, tuple, nn.Module))
+# Attributes that may hold modules which are no parts of theirs, such as a parent.
+_linking = Chosen((list, tuple, nn.Module))

@@ -13,7 +13,7 @@ from vramx.compression.config import Compression
 from vramx.nn.convolution import convolved_by
 from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.questions import untouched
-from vramx.recompute.owners import OF_EVERY_MODULE
+from vramx.recompute.kinds import OF_EVERY_MODULE
 
 _CONSTANTS = {"weight", "bias", "running_mean", "running_var"}
 # What else a frozen norm may have of its own, by what made it or by transformers: a trial of its

@@ -47,6 +47,24 @@ class _Caller(nn.Module):
         return self.block(x)
 
 
+class _OfOneThread:
+    """A part of a tracer: torch.fx changes the calls of modules in all threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)  # type: ignore[misc]
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)  # type: ignore[misc]
+
+
 class Record(NamedTuple):
     """The graph of a call in training, the paths of the modules it went through, and its steps."""
 
@@ -71,7 +89,7 @@ def traced(module: nn.Module) -> Record:
         failures.append(said)
         return NotPlainError(said)
 
-    class Tracer(fx.Tracer):
+    class Tracer(_OfOneThread, fx.Tracer):
         proxy_buffer_attributes = True
         stand_in = _stand_in(failed, lambda: is_over)
 
@@ -206,11 +224,14 @@ def _is_layer_norm(module: nn.Module) -> bool:
     """Tell whether a module calls torch's layer norm, and no other function."""
     from torch import fx
 
+    class Tracer(_OfOneThread, fx.Tracer):
+        pass
+
     code = getattr(type(module).forward, "__code__", None)
     if "layer_norm" not in getattr(code, "co_names", ()) or module._buffers:
         return False
     try:
-        graph = fx.Tracer().trace(_Caller(module))
+        graph = Tracer().trace(_Caller(module))
     except Exception:  # of what is no tensor: then it is called as it is
         return False
     called = [n.target for n in graph.nodes if n.op in ("call_function", "call_method")]
