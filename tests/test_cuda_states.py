@@ -17,6 +17,7 @@ from vramx.allocator import cuda_init
 from vramx.memory.history import CudaHistory
 from vramx.planning.device_memory import CudaMemory
 from vramx.planning.isolated import free_garbage
+from vramx.planning.program import Found
 from vramx.planning.states_kept import generators_as_before
 
 __all__ = ["cuda", "link", "shim"]
@@ -37,7 +38,7 @@ def unasked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_a_plan_puts_back_asks_nothing_that_spoils_a_fork(unasked: list[str]) -> None:
-    with generators_as_before():
+    with generators_as_before(Found()):
         free_garbage()
     assert unasked == []
 
