@@ -104,13 +104,13 @@ def serve() -> None:
             print(json.dumps([code, output.read()]), flush=True)
 
 
-if __name__ == "__main__":
-    sys.path.append(str(ROOT))  # where vramx is not installed
-    serve()
-
-
 def on_another_thread(action: Callable[[], object]) -> None:
     """Run the action there, to its end."""
     thread = threading.Thread(target=action)
     thread.start()
     thread.join()
+
+
+if __name__ == "__main__":
+    sys.path.append(str(ROOT))  # where vramx is not installed
+    serve()

@@ -334,3 +334,38 @@ def test_an_attribute_whose_memory_a_graph_was_written_into_is_left(
     exact(x).sum().backward()
     vramx.checkpoint(again, x, level=level).sum().backward()
     check_near([again.layer.weight.grad], [exact.layer.weight.grad], level)
+
+
+class Counts(nn.Module):
+    """Counts in an object, as of a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter: Any = type("Counter", (), {"calls": 1})()
+        self.mode: str | None = None
+        self.counts = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.calls += self.counts
+        return (x * self.counter.calls).sin()
+
+
+def test_what_changes_under_one_kind_of_attributes_is_looked_at_under_others() -> None:
+    found = []
+    for call in (plain, functools.partial(vramx.checkpoint, level="keep")):
+        module, gradients = Counts(), list[Tensor]()
+        for mode, counts in ((None, 0), ("on", 1), (None, 1), ("on", 1), (None, 1)):
+            module.mode, module.counts = mode, counts
+            x = torch.linspace(-1, 1, WIDTH).requires_grad_()
+            gradients += torch.autograd.grad(call(module, x * 1).sum(), x)
+        found.append(gradients)
+    check_near(*found, "keep")
+
+
+def test_a_layer_of_torch_may_have_other_attributes_in_its_next_call() -> None:
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.ones(2, WIDTH, requires_grad=True)
+    for name in ("parents", "others"):
+        layer.__dict__[name] = [nn.Tanh()]
+        vramx.checkpoint(layer, x * 1, level="keep").sum().backward()
+        del layer.__dict__[name]
+    assert torch.equal(layer.bias.grad, torch.full((WIDTH,), 4.0))

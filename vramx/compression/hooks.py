@@ -131,8 +131,6 @@ _IN_CHECKPOINT = (
     "vramx.compress() inside torch.utils.checkpoint does nothing: a checkpoint keeps only the "
     "inputs of its region. To compress those, use vramx.checkpoint"
 )
-
-
 _IN_MUTATION = (
     "vramx.compress() inside torch.autograd.graph.allow_mutation_on_saved_tensors() packs nothing: "
     "that keeps copies of what is written into, and hooks within it would keep it from that"

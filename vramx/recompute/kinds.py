@@ -2,8 +2,8 @@
 
 A program gives a module something to call, a cache or a list, where it had None before. So what is
 known of attributes holds as long as they have the same names, and values of the same types. Of a
-layer of torch, which changes nothing of its own, their number says as much. Any thread; a look
-takes half a microsecond.
+layer of torch, which changes nothing of its own, their names say as much. Any thread; a look takes
+half a microsecond.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Chosen:
 
     def names_of(self, module: nn.Module) -> tuple[str, ...]:
         own, notes = vars(module), self._noted.beside(module)
-        key = len(own) if is_inert(module) else kinds_of(own)
+        key = tuple(own) if is_inert(module) else kinds_of(own)
         known = notes.get(module)
         if known is None or known[0] != key:
             names = own.keys() - self._left

@@ -154,7 +154,8 @@ class OwnerBefore:
         if known is not None:
             self._changed, self._written = known.changed, known.written
         if looked_at is not None and not self._is_first:
-            names = looked_at
+            # What a run has changed may have been found while attributes were of other kinds.
+            names = (*looked_at, *(self._changed & self._values.keys()))
         self._thens = thens = {name: self._then(name, copies) for name in self._names(names)}
         values = self._values
         self._keys = {

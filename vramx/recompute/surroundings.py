@@ -123,6 +123,8 @@ def _is_of_a_module(function: Any) -> bool:
     return isinstance(getattr(function, "__self__", function), nn.Module)
 
 
+# Attributes that may hold modules which are no parts of theirs, such as a parent.
+_linking = Chosen((list, tuple, nn.Module))
 _MOST_ITEMS = 1024  # of a list, that are looked at in each call: 20 microseconds
 
 
@@ -161,7 +163,3 @@ def hidden_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
         if known.isdisjoint(parts):
             found.update(parts)
     return list(found.values())
-
-
-# Attributes that may hold modules which are no parts of theirs, such as a parent.
-_linking = Chosen((list, tuple, nn.Module))
