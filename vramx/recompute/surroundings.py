@@ -46,12 +46,11 @@ class Surroundings:
         leaves = tuple(leaves)
         self._shared = Shared(arguments)
         self._function = function
-        modules = modules_of(function, leaves)
-        modules += hidden_in(modules)
+        modules, linked = _with_hidden(modules_of(function, leaves))
         hooks = Hooks(modules)
         if hooks.of_attributes:  # which may reach others
-            modules = modules_of(function, (*leaves, *hooks.of_attributes))
-            modules += hidden_in(modules)
+            given = (*leaves, *hooks.of_attributes)
+            modules, linked = _with_hidden(modules_of(function, given))
             hooks = Hooks(modules)
         self._hooks = hooks
         self._variables = Variables(function, hooks.functions, hooks.of_attributes)
@@ -61,7 +60,7 @@ class Surroundings:
         modules = [module for module in modules if not _is_to_be_made(module)]
         owners = hooks.owners
         bound = (each for each in owners if isinstance(each, nn.Module))
-        parts = {id(each): each for each in (*modules, *linked_to(modules), *bound)}
+        parts = {id(each): each for each in (*modules, *linked, *bound)}
         others = [*self._variables.objects, *owners]
         self._attributes = Attributes(parts.values(), others, region)
         self.are_new = self.buffers.are_new or self._attributes.are_to_be_watched
@@ -71,8 +70,8 @@ class Surroundings:
         self._reads_all = _is_of_a_module(function)
         self._generators: list[Generators] = []
         if draws_again:
-            given = (x for leaf in leaves if isinstance(leaf, Before) for x in leaf.generators)
-            held = (*leaves, *given, *self._attributes.generators)
+            in_objects = (x for leaf in leaves if isinstance(leaf, Before) for x in leaf.generators)
+            held = (*leaves, *in_objects, *self._attributes.generators)
             self._generators.append(Generators((function, *hooks.functions), modules, held))
 
     def settle(self) -> None:
@@ -145,21 +144,25 @@ def linked_to(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
             yield from (each for each in held if isinstance(each, nn.Module))
 
 
-def hidden_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return what modules have in attributes without its being a part of them, with its parts.
+def _with_hidden(
+    modules: Sequence[nn.Module],
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return modules with what they have in attributes without its being a part of them.
 
-    What they are parts of themselves, such as a parent, is none of that.
+    And all that they have there. What they are parts of, such as a parent, is not hidden.
 
     Example:
         >>> layer = nn.ReLU()
         >>> layer.teacher = [nn.Sequential(nn.Tanh())]
-        >>> len(hidden_in([layer]))
-        2
+        >>> [len(each) for each in _with_hidden([layer])]
+        [3, 1]
     """
     known = set(map(id, modules))
-    found: dict[int, nn.Module] = {}
-    for linked in linked_to(modules):
-        parts = {id(part): part for part in linked.modules()}
+    linked = list(linked_to(modules))
+    hidden: dict[int, nn.Module] = {}
+    for each in linked:
+        parts = {id(part): part for part in each.modules()}
         if known.isdisjoint(parts):
-            found.update(parts)
-    return list(found.values())
+            hidden.update(parts)
+    linked += linked_to(hidden.values())
+    return [*modules, *hidden.values()], linked
