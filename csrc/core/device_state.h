@@ -40,10 +40,17 @@ struct DeviceState {
   DeviceState(Driver& given, const AllocatorConfig& chosen, const Grounds& granted);
 
   // What may still be held, on this device and under the limit.
-  Bytes room() const {
-    const Bytes most = min(limit, grounds.capacity);
+  Bytes room() const { return room_below(min(limit, grounds.capacity)); }
+  // The same with others on the device, as far as it has told.
+  Bytes likely_room() const { return room_below(min(min(limit, grounds.capacity), refused_at)); }
+  Bytes room_below(Bytes most) const {
     const Bytes taken = arena.mapped_bytes() + building;
     return most > taken ? most - taken : Bytes{};
+  }
+  // The device let so much be held, or refused it.
+  void note_growth(Bytes taken, bool is_ok) {
+    has_growth_failed = !is_ok;
+    if (!is_ok || taken >= refused_at) refused_at = is_ok ? Bytes{UINT64_MAX} : taken;
   }
   // Memory that is over by now, as far as was learned, waits for nothing and joins its neighbours.
   void drop_tags_over();
@@ -68,6 +75,7 @@ struct DeviceState {
   std::size_t operations_in_flight = 0;
   std::uint64_t operations_landed = 0;
   bool has_growth_failed = false;       // the last one
+  Bytes refused_at{UINT64_MAX};         // what the device did not let be held, the last time
   std::uint64_t access_generation = 0;  // how often a peer was let in
   std::vector<Leftover> leftovers;
   std::vector<ChunkHandle> unreleased;  // that are nobody's but still on the device

@@ -108,7 +108,7 @@ Status Executor::grow(const Plan& plan, Claim* claim, Lock& lock) {
     }
   }
   state_.building -= size;
-  state_.has_growth_failed = !outcome.status.ok();
+  state_.note_growth(taken, outcome.status.ok());
   const SpanId building = std::exchange(claim->building, kNoId);
   note_leftovers(outcome, claim->growth, building);
   if (!outcome.status.ok()) return outcome.status;

@@ -106,6 +106,8 @@ void DeviceAllocator::ask_streams(Lock& lock) {
                                 state_.aliases.bytes() * 4 >= state_.config.alias_addresses;
   requests_alone_ += std::exchange(requests_unasked_, 0);
   if (state_.order.is_single() && !has_many_aliases) return;
+  const bool waits_first = state_.config.cross_stream == CrossStream::kAlways;
+  state_.order.note_room(waits_first ? Bytes{} : state_.likely_room());
   state_.order.ask(lock);
   if (state_.config.cross_stream != CrossStream::kNever) state_.drop_tags_over();
   if (state_.arena.tells_apart() && requests_alone_ >= kRequestsAlone) state_.arena.let_mix();

@@ -6,11 +6,12 @@
 // the memory, would cover all that the stream has queued since, and one stream would run behind
 // another for nothing.
 //
-//   free n   large: records mark n            tag (S, n): over once mark n is
-//   free     small: none, up to a mebibyte    tag (S, n + 1): over once the next mark is
-//   mark     recorded without a free          right as "over"; to wait for it is to wait too long
+//   free n   large: records mark n                 tag (S, n): over once mark n is
+//   free     small: none, up to mark_at_ together  tag (S, n + 1): over once the next mark is
+//   mark     recorded without a free               right as "over", too late to be waited for
 //
-// A program of one stream has no marks at all: its stream's own order is enough.
+// A program of one stream has no marks at all: its stream's own order is enough. And a stream waits
+// only where growth fails: the more room there is, the fewer frees need a mark of their own.
 //
 // A handle is not a stream: handles of other libraries are destroyed, and lent to new streams, and
 // kPerThread is another stream in each thread. Streams that last are found by their handle; all
@@ -92,7 +93,11 @@ class StreamOrder {
     }
     State& state = streams_[index];
     state.uncovered += max(size, kSmallest);
-    return (do_others_ask && state.uncovered >= kMarked) || !state.is_lasting;
+    return (do_others_ask && state.uncovered >= mark_at_) || !state.is_lasting;
+  }
+  // How much may still be grown, as of the last request that asked.
+  void note_room(Bytes room) {
+    mark_at_ = min(max(Bytes{room.count / kShareOfRoom}, kMarked), kMostUnmarked);
   }
   // Counts such a free for another stream that the memory was used on.
   void count_free(StreamIndex user, Bytes size) { streams_[user].uncovered += size; }
@@ -189,8 +194,11 @@ class StreamOrder {
   // A program has a few streams, and torch gives it 32 of each priority at most.
   static constexpr std::size_t kRecent = 32;
   // A mark costs a fifth of a microsecond or more. Small frees count for as many bytes as bring
-  // one mark to some hundred of them.
+  // one mark to some hundred of them. What no mark covers may be grown once more before it is known
+  // to be over: at most these bytes for each stream.
   static constexpr Bytes kMarked{1 << 20};
+  static constexpr Bytes kMostUnmarked{32 << 20};
+  static constexpr std::uint64_t kShareOfRoom = 4096;
   static constexpr Bytes kSmallest{4 << 10};
   // A stream that has more is far behind: every second of them is enough then.
   static constexpr std::size_t kMostMarks = 1024;
@@ -244,6 +252,7 @@ class StreamOrder {
   std::vector<DeviceMark> device_marks_;  // oldest first
   std::uint64_t device_marks_made_ = 0;
   std::array<Recent, kRecent> recent_{};  // the last that were looked up, by slot
+  Bytes mark_at_ = kMarked;               // what is freed on a stream between two marks
   std::size_t finished_ = 0;
   std::size_t under_way_ = 0;  // marks, or waits for a device, of threads that have let the lock go
 };

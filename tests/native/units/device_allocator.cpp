@@ -73,6 +73,50 @@ CHECK(Fixture, an_alias_of_a_capturing_stream_does_not_stop_a_stitch) {
   EXPECT(sim->end_capture(kA).ok());
 }
 
+// --- marks --------------------------------------------------------------------------------------
+
+// Two streams, both of which ask for memory, on a device of the size that people have.
+struct TwoAsk : Fixture {
+  TwoAsk() {
+    allocator.reset();
+    sim = contract::open_sim({.capacity = 128_GiB, .mode = SimMode::kAccounting});
+    open({});
+  }
+  void open(CrossStream cross_stream) {
+    allocator = open_allocator(*sim, {.cross_stream = cross_stream, .patience = {}});
+    allocator->set_surroundings(&streams);
+  }
+  // Of 256 frees of a mebibyte.
+  std::uint64_t marks() {
+    EXPECT(take(kPiece, kA) && take(kPiece, kB));
+    const std::uint64_t before = sim->call_count(CallKind::kRecordEvent);
+    for (int i = 0; i < 256; ++i) EXPECT(free(take(1_MiB, kA)));
+    return sim->call_count(CallKind::kRecordEvent) - before;
+  }
+};
+
+CHECK(TwoAsk, frees_share_marks_while_there_is_room) {
+  EXPECT(marks() < 20);
+  allocator->set_limit(allocator->held() + 64_MiB);
+  EXPECT(marks() >= 250);
+}
+
+CHECK(TwoAsk, each_is_marked_where_streams_wait_before_they_grow) {
+  open(CrossStream::kAlways);
+  EXPECT(marks() >= 250);
+}
+
+// Another process has what is left of the device.
+CHECK(TwoAsk, each_is_marked_once_the_device_has_refused_to_grow) {
+  const Result<ChunkHandle> foreign = sim->create_chunk(127_GiB + 512_MiB);
+  REQUIRE(foreign.ok());
+  EXPECT(!take(1_GiB, kB));
+  EXPECT(marks() >= 250);
+  EXPECT(sim->release_chunk(foreign.value()).ok());
+  EXPECT(take(1_GiB, kB));
+  EXPECT(marks() < 20);
+}
+
 // --- other threads' requests --------------------------------------------------------------------
 
 // Streams of another library, of which the thread works on the one that is named last.

@@ -100,6 +100,19 @@ CHECK(Two, one_unit_less_is_not_marked) {
   EXPECT(record_count() == records && !order.has_marks(TagSet(tag), b));
 }
 
+// As of the room that is left: a mark for each 4096th, of 1 to 32 MiB.
+CHECK(Two, the_more_room_the_fewer_frees_are_marked) {
+  const auto marks_of = [&](Bytes room) {
+    order.note_room(room);
+    const std::uint64_t before = record_count();
+    for (int i = 0; i < 64; ++i) free(a, kMarkedFree);
+    return record_count() - before;
+  };
+  EXPECT(marks_of({}) == 64 && marks_of(4_GiB) == 64);
+  EXPECT(marks_of(32_GiB) == 8);
+  EXPECT(marks_of(1024_GiB) == 2);
+}
+
 CHECK(Two, small_frees_share_the_next_mark) {
   const Tag first = free(a, kSmallFree);
   const Tag second = free(a, kSmallFree);
