@@ -9,7 +9,8 @@ Needs a GPU and a C++ compiler.
 
 The goals, in what the native allocator takes: 0.25 for a raw call of a program of one stream and
 0.35 for a tensor's, 0.6 for those of a program of several, or of one beside streams that are idle.
-After a graph was captured, and beside a MemPool, a call takes no more than 1.05 of what it took.
+After a graph was captured, and beside a MemPool, a call takes no more than 1.05 of what it takes at
+the same time in a process that has neither, the control.
 """
 
 from __future__ import annotations
@@ -47,16 +48,27 @@ DESCRIPTION = "one allocate or free through torch's interface, by allocator (GPU
 SOURCE = Path(__file__).resolve().parent / "torch_calls.cpp"
 CHILD = PROGRAMS / "_calls.py"
 OURS = "vramx"
+CONTROL = "control"
 PASSES = 22  # the first sixteen are not counted
 TURNS, QUICK_TURNS = 3, 2
 LIMIT_S = 300.0
 # The most that a call may take, in native's, by how its case's name ends (programs/_calls.py); a
 # loop in Python has no goal, for most of its time is the interpreter's.
 GOALS = {" raw": 0.25, " tensor": 0.35, " streams": 0.6}
-# And in what it took before, where the name without its end is a case too.
-GOALS_BEFORE = {" after a graph": 1.05, " beside a pool": 1.05}
-# Nanoseconds by case and allocator: of the fastest turn of each process.
+# And in the control's.
+GOALS_CONTROL = {" after a graph": 1.05, " beside a pool": 1.05}
+# Nanoseconds by case and process: of the fastest turn of each round.
 Times = dict[tuple[str, str], list[float]]
+
+
+class Kind(NamedTuple):
+    """A process of each round."""
+
+    name: str
+    allocator: Allocator
+
+
+KINDS = (*(Kind(each.name, each) for each in ALLOCATORS), Kind(CONTROL, ALLOCATORS[-1]))
 
 
 def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
@@ -78,11 +90,13 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     with tempfile.TemporaryDirectory() as folder:
         library = compile_library(Path(folder))
 
-        def launch(allocators: Sequence[Allocator]) -> list[Outcome]:
-            arguments = (str(library), str(passes), str(turns), *map(str, traces.values()))
+        def launch(kinds: Sequence[Kind]) -> list[Outcome]:
+            how, paths = (str(library), str(passes), str(turns)), list(map(str, traces.values()))
+            arguments = [(*how, kind.name, *paths) for kind in kinds]
             limit_s = request.limit_s or LIMIT_S
             jobs = [
-                Job(CHILD, each, arguments, gpu, limit_s, has_steps=True) for each in allocators
+                Job(CHILD, kind.allocator, each, gpu, limit_s, has_steps=True)
+                for kind, each in zip(kinds, arguments, strict=True)
             ]
             together = Together([Started(job) for job in jobs])
             return together.take_turns([None] * len(jobs), threading.Event())
@@ -129,23 +143,23 @@ def compile_library(folder: Path) -> Path:
 
 def measure_in_turn(
     rounds: int,
-    launch: Callable[[Sequence[Allocator]], list[Outcome]],
+    launch: Callable[[Sequence[Kind]], list[Outcome]],
     writer: RowWriter,
-    allocators: Sequence[Allocator] = ALLOCATORS,
+    kinds: Sequence[Kind] = KINDS,
 ) -> tuple[Times, bool]:
-    """Run a process for each allocator and round; return the times, and whether one failed."""
+    """Run a process of each kind and round; return the times, and whether one failed."""
     times: Times = {}
     has_failed = False
     for round_index in range(rounds):
-        order = in_turn(allocators, round_index)
-        for allocator, outcome in zip(order, launch(order), strict=True):
-            who = f"{allocator.name} {round_index + 1}"
+        order = in_turn(kinds, round_index)
+        for kind, outcome in zip(order, launch(order), strict=True):
+            who = f"{kind.name} {round_index + 1}"
             if not outcome.is_ok:
                 has_failed = True
                 writer.write(f"all {who}", [], outcome.status)
-            for case, ns in fastest_turns(outcome, allocator).items():
+            for case, ns in fastest_turns(outcome, kind.allocator).items():
                 writer.write(f"{case} {who}", [Measurement("ns", "ns", ns)])
-                times.setdefault((case, allocator.name), []).append(statistics.median(ns))
+                times.setdefault((case, kind.name), []).append(statistics.median(ns))
     return times, has_failed
 
 
@@ -161,10 +175,10 @@ def fastest_turns(outcome: Outcome, allocator: Allocator) -> dict[str, list[floa
 
 
 def least(times: Times) -> dict[str, dict[str, float]]:
-    """Return, for each case, what a call takes in the fastest turn by allocator."""
+    """Return, for each case, what a call takes in the fastest turn by process."""
     found: dict[str, dict[str, float]] = {}
-    for (case, allocator), values in times.items():
-        found.setdefault(case, {})[allocator] = min(values)
+    for (case, kind), values in times.items():
+        found.setdefault(case, {})[kind] = min(values)
     return found
 
 
@@ -174,34 +188,32 @@ class Verdict(NamedTuple):
     case: str
     ns: float
     to_native: float | None
-    to_before: float | None
+    to_control: float | None
     is_met: bool | None
 
 
 def goals(times: Times) -> Iterator[Verdict]:
     """Judge each case that vramx ran; one whose other half was not measured is not met."""
-    by_case = least(times)
-    for case, found in by_case.items():
+    for case, found in least(times).items():
         if OURS not in found:
             continue
         ours = found[OURS]
         to_native = ours / found["native"] if "native" in found else None
-        to_before, is_met = None, None
+        to_control, is_met = None, None
         for end, most in GOALS.items():
             if case.endswith(end):
                 is_met = to_native is not None and to_native <= most
-        for end, most in GOALS_BEFORE.items():
+        for end, most in GOALS_CONTROL.items():
             if case.endswith(end):
-                before = by_case.get(case.removesuffix(end), {}).get(OURS)
-                to_before = ours / before if before else None
-                is_met = to_before is not None and to_before <= most
-        yield Verdict(case, ours, to_native, to_before, is_met)
+                to_control = ours / found[CONTROL] if CONTROL in found else None
+                is_met = to_control is not None and to_control <= most
+        yield Verdict(case, ours, to_native, to_control, is_met)
 
 
 def write_ratios(times: Times, writer: RowWriter) -> None:
     """Write what compares two figures as rows of their own."""
     for verdict in goals(times):
-        ratios = {"ratio_to_native": verdict.to_native, "ratio_to_before": verdict.to_before}
+        ratios = {"ratio_to_native": verdict.to_native, "ratio_to_control": verdict.to_control}
         found = [
             Measurement(name, "1", [each]) for name, each in ratios.items() if each is not None
         ]
@@ -213,17 +225,20 @@ def table(times: Times) -> Table:
     """Lay the times out, one line a case."""
     from vramx.cli import common
 
-    names = [allocator.name for allocator in ALLOCATORS]
+    names = [kind.name for kind in KINDS]
     rows = []
     judged = {verdict.case: verdict for verdict in goals(times)}
     for case, found in least(times).items():
         verdict = judged.get(case, Verdict(case, 0.0, None, None, False))
-        figures = [f"{found[name]:.1f}" if name in found else "failed" for name in names]
+        lacking = {CONTROL: ""}
+        figures = [
+            f"{found[name]:.1f}" if name in found else lacking.get(name, "failed") for name in names
+        ]
         ratios = [
             "" if ratio is None else f"{ratio:.3f}"
-            for ratio in (verdict.to_native, verdict.to_before)
+            for ratio in (verdict.to_native, verdict.to_control)
         ]
         mark = {True: "ok", False: "MISSED", None: ""}[verdict.is_met]
         rows.append([case, *figures, *ratios, mark])
-    columns = ["case", *(f">{name}" for name in (*names, "/ native", "/ before")), "goal"]
+    columns = ["case", *(f">{name}" for name in (*names, "/ native", "/ control")), "goal"]
     return common.table(columns, rows, title="ns a call")

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from program_stand_ins import FAKE, ROOT, VRAMX, rows
+from program_stand_ins import ROOT, rows
 
 from benchmarks import torch_calls
 from benchmarks.harness import RowWriter
-from benchmarks.programs._launch import Allocator, Outcome
+from benchmarks.programs._launch import Outcome
 from vramx.errors import VramxError
 from vramx.memory.trace import Trace
 
@@ -34,6 +34,9 @@ def test_a_trace_becomes_what_an_allocator_sees() -> None:
     assert EVENT.itemsize == 16
 
 
+OURS = torch_calls.KINDS[2]
+
+
 def call_report(case: str, ns: list[float], name: str) -> dict[str, Any]:
     return {"case": case, "ns": ns, "allocator": name}
 
@@ -41,11 +44,11 @@ def call_report(case: str, ns: list[float], name: str) -> dict[str, Any]:
 def test_calls_are_measured_in_turn_and_compared_with_native(
     writer: RowWriter, tmp_path: Path
 ) -> None:
-    launched = []
-    speeds = {"native": 400.0, "expandable": 250.0, "vramx": 100.0}
+    launched: list[list[str]] = []
+    speeds = {"native": 400.0, "expandable": 250.0, "vramx": 100.0, "control": 80.0}
 
-    def run(name: str) -> Outcome:
-        speed = speeds[name]
+    def run(kind: torch_calls.Kind) -> Outcome:
+        speed, name = speeds[kind.name], kind.allocator.name
         reports = (
             call_report("llama raw", [2 * speed, speed, 3 * speed], name),
             call_report("llama raw", [speed, speed + 1, speed], name),
@@ -55,16 +58,17 @@ def test_calls_are_measured_in_turn_and_compared_with_native(
         )
         return Outcome("ok", reports, 1.0)
 
-    def launch(allocators: Sequence[Allocator]) -> list[Outcome]:
-        launched.append([allocator.name for allocator in allocators])
-        return [run(allocator.name) for allocator in allocators]
+    def launch(kinds: Sequence[torch_calls.Kind]) -> list[Outcome]:
+        launched.append([kind.name for kind in kinds])
+        return [run(kind) for kind in kinds]
 
-    times, has_failed = torch_calls.measure_in_turn(2, launch, writer, FAKE)
-    assert launched == [["native", "expandable", "vramx"], ["vramx", "expandable", "native"]]
+    times, has_failed = torch_calls.measure_in_turn(2, launch, writer)
+    order = ["native", "expandable", "vramx", "control"]
+    assert launched == [order, order[::-1]]
     assert not has_failed
     assert list(torch_calls.goals(times)) == [
         ("llama raw", 100.0, 0.25, None, True),
-        ("llama raw after a graph", 200.0, 0.25, 2.0, False),
+        ("llama raw after a graph", 200.0, 0.25, 1.25, False),
         ("torch.empty 512 B", 900.0, 0.25, None, None),
     ]
     torch_calls.write_ratios(times, writer)
@@ -73,7 +77,7 @@ def test_calls_are_measured_in_turn_and_compared_with_native(
     assert found[0]["samples"] == "400 401 400"
     ratios = [(row["metric"], row["median"]) for row in found if row["metric"].startswith("ratio")]
     assert ratios == [("ratio_to_native", "0.25")] * 2 + [
-        ("ratio_to_before", "2.0"),
+        ("ratio_to_control", "1.25"),
         ("ratio_to_native", "0.25"),
     ]
 
@@ -88,7 +92,7 @@ def test_calls_are_measured_in_turn_and_compared_with_native(
         ("t tensor on 3 streams", 60.0, True),
         ("t raw on 3 streams", 61.0, False),
         ("t raw beside streams", 61.0, False),
-        ("t raw beside a pool", 10.0, False),  # what it took before is not known
+        ("t raw beside a pool", 10.0, False),  # there is no control
         ("torch.empty 1 MiB", 200.0, None),
     ],
 )
@@ -102,7 +106,7 @@ def test_a_process_that_fails_keeps_what_it_measured_but_of_another_allocator(
     writer: RowWriter, tmp_path: Path, reported: str
 ) -> None:
     failed = Outcome("failed", (call_report("first raw", [50.0], reported),), 1.0)
-    times, has_failed = torch_calls.measure_in_turn(1, lambda _: [failed], writer, [VRAMX])
+    times, has_failed = torch_calls.measure_in_turn(1, lambda _: [failed], writer, [OURS])
     assert has_failed
     is_ours = reported == "vramx"
     assert times == ({("first raw", "vramx"): [50.0]} if is_ours else {})

@@ -1,6 +1,6 @@
 """The process that benchmarks/torch_calls.py starts under each allocator: it times single calls.
 
-    python _calls.py LIBRARY PASSES TURNS TRACE...
+    python _calls.py LIBRARY PASSES TURNS KIND TRACE...
 
 Prints one line of JSON for each turn of a case as soon as it is measured, so that a crash takes
 only what comes after it; it waits for each, and holds no memory at its end. In this order:
@@ -11,6 +11,9 @@ only what comes after it; it waits for each, and holds no memory at its end. In 
     NAME raw, NAME tensor       the programs of one stream, the first as a tensor only; torch.empty
     NAME raw on 3 streams       the programs of several streams, tensor too
     NAME raw beside streams     those of one stream again: the others are idle
+
+KIND "control" is a process of the first three cases alone, without the graph and without the pool:
+what they cost is what the others take beside it. Any other measures them all.
 
 The first sixteen passes of each warm up and are not reported: of the recorded programs the slowest
 to settle stitched something new in the first twelve. All processes take their turns on one core,
@@ -24,6 +27,7 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +51,11 @@ EVENT = np.dtype([("size", "<u8"), ("id", "<u4"), ("stream", "<u4")])
 def main(arguments: list[str]) -> None:
     library = open_library(Path(arguments[0]))
     passes, turns = int(arguments[1]), int(arguments[2])
+    is_control = arguments[3] == "control"
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     _turn.wait()
     torch.cuda.init()
-    traces = {Path(path).stem: load_trace(path) for path in arguments[3:]}
+    traces = {Path(path).stem: load_trace(path) for path in arguments[4:]}
     of_one = [name for name, trace in traces.items() if not trace.stream.any()]
 
     def measure(name: str, way: str, beside: str = "") -> None:
@@ -61,12 +66,19 @@ def main(arguments: list[str]) -> None:
 
     for name in of_one[:1]:
         measure(name, "raw")
-        graph = captured_graph()
+        graph = None if is_control else captured_graph()
         measure(name, "raw", " after a graph")
         del graph
-        pool = torch.cuda.MemPool()
+        pool = None if is_control else torch.cuda.MemPool()
         measure(name, "raw", " beside a pool")
         del pool
+    if not is_control:
+        measure_programs(traces, of_one, measure, passes)
+
+
+def measure_programs(
+    traces: dict[str, Trace], of_one: list[str], measure: Callable[..., None], passes: int
+) -> None:
     for name in of_one:
         for way in WAYS[1:] if name == of_one[0] else WAYS:
             measure(name, way)

@@ -67,9 +67,9 @@ ALLOCATORS = (
 )
 
 
-def in_turn(allocators: Sequence[Allocator], repeat: int) -> list[Allocator]:
+def in_turn(items: Sequence[Item], repeat: int) -> list[Item]:
     """Return the order of one round: every other round backwards, so that drift favours none."""
-    return list(allocators if repeat % 2 == 0 else reversed(allocators))
+    return list(items if repeat % 2 == 0 else reversed(items))
 
 
 def visible_gpus(first: int, count: int) -> list[str]:
