@@ -71,7 +71,8 @@ class TagSet {
   // Raises the stream's entry or adds one.
   void add(Tag tag);
   void add(const TagSet& other);
-  // Takes out the tags for which `is_done(tag)`; false where there are none.
+  // Takes out the tags for which `is_done(tag)`; false where there are none. The first, which says
+  // whose own the memory is, goes last: a set is told from memory of one stream.
   template <class IsDone>
   bool drop(IsDone is_done);
 
@@ -84,10 +85,7 @@ template <class IsDone>
 bool TagSet::drop(IsDone is_done) {
   const std::size_t had = size();
   std::erase_if(others_, is_done);
-  if (had != 0 && is_done(first_)) {
-    first_ = others_.empty() ? Tag{} : others_.front();
-    if (!others_.empty()) others_.erase(others_.begin());
-  }
+  if (had != 0 && others_.empty() && is_done(first_)) first_ = Tag{};
   return size() != had;
 }
 

@@ -117,6 +117,18 @@ CHECK(TwoAsk, each_is_marked_once_the_device_has_refused_to_grow) {
   EXPECT(marks() < 20);
 }
 
+// The copy into it is over long before what reads it, of which two are queued.
+CHECK(Fixture, a_buffer_that_was_handed_over_is_had_again_once_its_own_reader_is_done) {
+  for (int round = 0; round < 16; ++round) {
+    const Address batch = take(kPiece, kA);
+    REQUIRE(batch && allocator->record_stream(batch, {kB, 0}, true).ok());
+    REQUIRE(sim->submit(kB).ok());
+    EXPECT(free(batch));
+    if (round >= 2) sim->advance(kB, 1);
+  }
+  EXPECT(allocator->held() == kPiece * 3);
+}
+
 // --- other threads' requests --------------------------------------------------------------------
 
 // Streams of another library, of which the thread works on the one that is named last.
