@@ -120,6 +120,8 @@ void bind_device(py::module_& module) {
       .def("waits", [](Device& d) { return d.driver().call_count(CallKind::kWaitEvent); })
       .def("submit",
            [](Device& d, std::uint64_t s) { d.driver().submit(Stream{s}).status().ignore(); })
+      .def("advance", [](Device& d, std::uint64_t s,
+                         std::uint64_t items) { d.driver().advance(Stream{s}, items); })
       .def("advance_all", [](Device& d) { d.driver().advance_all(); })
       .def("fail_nth_call", [](Device& d, std::uint64_t n) {
         d.driver().fail_nth_call(n, StatusCode::kOutOfMemory);

@@ -127,9 +127,13 @@ class Pace:
 
 
 class Prefetch(Case):
-    """The next batches arrive while the main stream computes with this one."""
+    """The next batches arrive while the main stream computes with this one, somewhat longer."""
 
     ahead = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products += self.products // 4  # or copies are what is waited for, and few in flight
 
     def run(self, buffers: Buffers, side: Sequence[torch.cuda.Stream]) -> torch.cuda.Stream | None:
         main, pace = torch.cuda.current_stream(), Pace(self.ahead)
