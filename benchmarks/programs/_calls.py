@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
     traces = {Path(path).stem: load_trace(path) for path in arguments[4:]}
     of_one = [name for name, trace in traces.items() if not trace.stream.any()]
 
-    def measure(name: str, way: str, beside: str = "") -> None:
+    def measure(name: str, way: str, beside: str = "", turns: int = turns) -> None:
         for _ in range(turns):
             _turn.wait_for_step()
             report(f"{name} {way}{beside}", replay(library, traces[name], way, passes))
@@ -66,11 +66,12 @@ def main(arguments: list[str]) -> None:
 
     for name in of_one[:1]:
         measure(name, "raw")
+        # Two processes are compared to a few hundredths: each needs a turn that nothing disturbs.
         graph = None if is_control else captured_graph()
-        measure(name, "raw", " after a graph")
+        measure(name, "raw", " after a graph", 3 * turns)
         del graph
         pool = None if is_control else torch.cuda.MemPool()
-        measure(name, "raw", " beside a pool")
+        measure(name, "raw", " beside a pool", 3 * turns)
         del pool
     if not is_control:
         measure_programs(traces, of_one, measure, passes)
