@@ -68,7 +68,10 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   const StreamIndex index = state_.order.index_of(stream);
   // For the block, and from here on: without the lock others look for an entry that none needs.
   state_.order.hold(index);
-  if (!state_.order.is_single()) ask_now_and_then(lock);
+  if (!state_.order.is_single()) {
+    state_.arena.note_several_streams();
+    ask_now_and_then(lock);
+  }
   Placement placement = quick_.take(size, index, [&] { ask_streams(lock); });
   if (!placement.address) [[unlikely]] {
     const Result<Placement> placed = place_slowly(size, index, lock);
@@ -90,7 +93,6 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   UsedSpan& block = state_.arena.used(placement.first_span);
   block.stream = stream;
   block.requested = requested;
-  if (!state_.order.is_single()) state_.arena.note_several_streams();
   blocks_.insert(placement);
   quick_.note(placement, size, stream);
   state_.stats.count_allocation(requested, size);

@@ -84,6 +84,7 @@ StreamIndex StreamOrder::enter(StreamName name, bool is_lasting) {
   const StreamIndex index = is_lasting ? static_cast<StreamIndex>(streams_.size()) : vacant_entry();
   if (index == streams_.size()) {
     streams_.emplace_back();
+    is_single_ = streams_.size() == 1;
   } else {
     by_id_.erase(streams_[index].id);
   }

@@ -68,7 +68,7 @@ class StreamOrder {
   Stream handle_of(StreamIndex index) const { return streams_[index].name.handle; }
   StreamName name_of(StreamIndex index) const { return streams_[index].name; }
   // Whether all memory was used on one stream so far: then nothing is ever waited for.
-  bool is_single() const { return streams_.size() <= 1; }
+  bool is_single() const { return is_single_; }
   std::size_t count() const { return streams_.size(); }
   // A block depends on the stream's entry, which is not given to another stream. Those of the
   // first stream are not counted while it is the only one.
@@ -246,6 +246,7 @@ class StreamOrder {
   const Surroundings* surroundings_ = nullptr;
   EventPool events_;
   std::vector<State> streams_;
+  bool is_single_ = true;  // there is one at most: asked three times in each call
   std::unordered_map<std::uint64_t, StreamIndex> by_handle_;  // those that last
   std::unordered_map<std::uint64_t, StreamIndex> by_id_;      // the others
   std::vector<Captured> captured_;
