@@ -10,6 +10,8 @@ functions, by MAP:
     root      sign(x) sqrt(|x|)         back: y |y|
     tanh      arcsin(x), in quarter turns         back: the sine
     sigmoid   arcsin(sqrt(x)), in quarter turns   back: the sine's square
+    ends of tanh      the root of how often 1 - |x| is halved, and sign(x); linear up to a half
+    ends of sigmoid   the same of x, with a negative sign, or of 1 - x; see turns.py
     within 6  x, at most 6, and at least 6 below the least of 0 and the group's largest; also 20
                                   back: y, which is quantize.py's to read
 
@@ -29,7 +31,15 @@ import triton.language as tl
 from vramx.kernels.headers import narrow
 from vramx.kernels.quantize4 import load_halves, pack_halves, store_halves, unpack_halves
 from vramx.kernels.tiles import load_tile, pack_tile, store_tile, tile_offsets, unpack_tile
-from vramx.kernels.turns import arcsine, sine, with_sign_of
+from vramx.kernels.turns import (
+    arcsine,
+    number_of_sigmoid,
+    number_of_tanh,
+    sigmoid_of_number,
+    sine,
+    tanh_of_number,
+    with_sign_of,
+)
 
 
 @triton.jit(do_not_specialize=["numel", "stream"])
@@ -171,6 +181,10 @@ def _map(
         return with_sign_of(tl.sqrt(tl.abs(x)), x)
     elif MAP == "tanh":
         return with_sign_of(arcsine(tl.abs(x)), x)
+    elif MAP == "ends of tanh":
+        return number_of_tanh(x)
+    elif MAP == "ends of sigmoid":
+        return number_of_sigmoid(x)
     else:
         return arcsine(tl.sqrt(x))
 
@@ -196,6 +210,10 @@ def _unmap(
         return y * tl.abs(y)
     elif MAP == "tanh":
         return with_sign_of(sine(tl.abs(y)), y)
+    elif MAP == "ends of tanh":
+        return tanh_of_number(y)
+    elif MAP == "ends of sigmoid":
+        return sigmoid_of_number(y)
     else:
         root = sine(tl.abs(y))
         return root * root

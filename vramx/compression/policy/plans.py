@@ -20,6 +20,7 @@ from vramx.compression.codec.geometry import Geometry, covered_elements, describ
 from vramx.compression.codec.mapping import (
     ANGLES,
     BOUNDED,
+    ENDS,
     SIGN,
     Mapping,
     Within,
@@ -261,7 +262,7 @@ def _mapping(tensor: torch.Tensor, operation: Operation, format: Format) -> Mapp
     if type(tensor.grad_fn).__name__ in ANGLES:
         function = function_of(tensor, operation)
         if function:
-            return ANGLES[function]
+            return (ENDS if format.bits == 8 else ANGLES)[function]
     if operation.name not in _MAPPED:
         return None
     # A product's factor too, where roots cost little: what follows may leave only small products.
