@@ -16,7 +16,8 @@ functions, by MAP:
                                   back: y, which is quantize.py's to read
 
 Element i has the statistics number (i // inner) % count. A statistic that is no positive normal
-number counts as 1, in both directions. A group's statistics are found by PLACE:
+number counts as 1, in both directions; one that is NaN makes its elements NaN. A group's statistics
+are found by PLACE:
 
     "group"   inner is a multiple of GROUP: one of each a group
     "split"   inner is at least GROUP: two of each a group, and the place where the second begins
@@ -255,8 +256,8 @@ def _statistics(
 def _factor(rstd_ptr, BACK: tl.constexpr):
     """Return a reciprocal deviation, or the deviation; 1 for what has no reciprocal."""
     rstd = tl.load(rstd_ptr)
-    usable = (rstd >= 1.1754943508222875e-38) & (rstd <= 3.4028234663852886e38)
-    rstd = tl.where(usable, rstd, 1.0)
+    useless = (rstd < 1.1754943508222875e-38) | (rstd > 3.4028234663852886e38)
+    rstd = tl.where(useless, 1.0, rstd)
     return 1.0 / rstd if BACK else rstd
 
 

@@ -228,7 +228,8 @@ class Within:
         if short:
             groups = functional.pad(groups, (0, short), value=-torch.inf)
         groups = groups.view(-1, self._group)
-        largest = groups.amax(1, keepdim=True)
+        # Of what is no NaN, which stays one: the bounds are the others'.
+        largest = torch.where(groups.isnan(), -torch.inf, groups).amax(1, keepdim=True)
         high = torch.where(largest == torch.inf, largest, float(self._bound))
         low = largest.clamp(max=0) - self._bound
         return groups.clamp(low, high).view(-1)[: elements.numel()]

@@ -100,7 +100,7 @@ class Scaled:
 
     Args:
         factors: fp32 [rows], what a row is multiplied by: the reciprocal of that; one that is no
-            positive normal number counts as 1 (of zeros, and of what is not finite).
+            positive normal number counts as 1 (of zeros and infinities); NaN makes its row NaN.
     """
 
     __slots__ = ("_factors", "function")
@@ -129,8 +129,8 @@ class Scaled:
 
     def _usable(self) -> Tensor:
         factors = self._factors
-        usable = (factors >= _LIMITS.tiny) & (factors <= _LIMITS.max)
-        return torch.where(usable, factors, 1.0)[:, None]
+        useless = (factors < _LIMITS.tiny) | (factors > _LIMITS.max)
+        return torch.where(useless, 1.0, factors)[:, None]
 
 
 def scaled(elements: Tensor, length: int) -> Scaled:
