@@ -54,7 +54,7 @@ _PICKLED = "what is pickled, as into a file, has no data; leave it out of the st
 _NOT_FOLLOWED = {
     "the TorchScript interpreter": "what torch.jit has compiled cannot run without data",
     "shape_env must not be None": "nested tensors cannot be made without data",
-    "Can't pickle": _PICKLED,  # as Python says it, and as it does from release 3.14 on
+    "Can't pickle": _PICKLED,  # as releases of Python say it
     "Can't get local object": _PICKLED,
     "numpy() is not supported for tensor subclasses": (
         "a tensor on the GPU, or with a gradient, has no numpy(); call detach().cpu() before it"
