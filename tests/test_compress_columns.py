@@ -186,7 +186,19 @@ def test_small_channels_that_a_convolution_reads_by_themselves_have_their_gradie
 ) -> None:
     """A step of the root of an element 100 times smaller is a sixth of it, where many add up."""
     assert cosine_by_channel(name) > 0.99
-    monkeypatch.setattr(plans.rows, "reads_columns", lambda *_: False)
+    monkeypatch.setattr(plans, "reads_columns", lambda *_: False)
     plans.plans_of.cache_clear()
     assert cosine_by_channel(name) < 0.95
     plans.plans_of.cache_clear()
+
+
+def test_a_tensor_that_a_layer_reads_as_well_is_packed_once() -> None:
+    x = torch.randn(4, 64, WIDTH, requires_grad=True)
+    layer, weight = nn.Linear(WIDTH, 8), nn.Parameter(torch.randn(WIDTH, 1, 3))
+    readers = [layer, lambda y: BY_CHANNEL["places"](y, weight)]
+    for order in (readers, readers[::-1]):
+        y = x * 1
+        with vramx.compress(SMALL) as stats:
+            made = [reader(y) for reader in order]
+        assert stats.packed.seen_bytes == y.nbytes
+        del made

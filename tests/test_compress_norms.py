@@ -77,7 +77,7 @@ def test_rows_that_a_layer_reads_do_not_share_a_group(
     plans.plans_of.cache_clear()
     graph.hooks.cache_clear()
     if not decided:
-        monkeypatch.setattr(plans.rows, "shared_row", lambda _: 0)
+        monkeypatch.setattr(plans, "shared_row", lambda _: 0)
         monkeypatch.setattr(graph, "LEAST_OF_ROWS", 1 << 20)
         monkeypatch.setattr(graph, "_share_groups", lambda *_: False)
     torch.manual_seed(0)
@@ -150,7 +150,7 @@ def test_rows_of_any_length_are_exact_beside_much_larger_ones(
 @pytest.mark.parametrize("name", ["linear", "matmul", "relu", "tanh"])
 def test_rows_that_lost_their_scale_are_found(name: str, width: int, monkeypatch: Any) -> None:
     plans.plans_of.cache_clear()
-    monkeypatch.setattr(plans.rows, "shared_row", lambda _: 0)
+    monkeypatch.setattr(plans, "shared_row", lambda _: 0)
     assert cosine_of_small_rows(READERS[name], beside_larger(16, 32, width)) < 0.9
     plans.plans_of.cache_clear()
 
@@ -207,7 +207,7 @@ def test_pixels_are_rows_of_a_convolution_with_a_kernel_of_one(channels: int) ->
 @pytest.mark.parametrize("channels", [8, 24, 32, 96, 100])
 def test_pixels_that_share_a_scale_are_found(channels: int, monkeypatch: Any) -> None:
     plans.plans_of.cache_clear()
-    monkeypatch.setattr(plans.rows, "pixel_length", lambda *_: 0)
+    monkeypatch.setattr(plans, "pixel_length", lambda *_: 0)
     assert cosine_of_small_pixels(channels) < 0.9
     plans.plans_of.cache_clear()
 

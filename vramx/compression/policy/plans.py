@@ -16,7 +16,6 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from vramx.compression import attention
-from vramx.compression.codec import rows
 from vramx.compression.codec.geometry import Geometry, covered_elements, describe
 from vramx.compression.codec.mapping import (
     ANGLES,
@@ -37,6 +36,13 @@ from vramx.compression.codec.roots import (
     is_power,
     is_product,
 )
+from vramx.compression.codec.rows import (
+    CONVOLUTIONS,
+    is_too_short,
+    pixel_length,
+    reads_columns,
+    shared_row,
+)
 from vramx.compression.config import (
     GROUP_SIZES,
     LEAST_OF_ROWS,
@@ -54,7 +60,7 @@ from vramx.compression.policy.policy import EXAMINED, OWNED, WHEREVER, Choice, S
 _MOST_CALLS = 1024
 _MOST_TENSORS = 256
 # Operations whose arguments are packed as functions of them.
-_MAPPED = MAYBE_POWERS | SUMMED | BOUNDED | rows.CONVOLUTIONS
+_MAPPED = MAYBE_POWERS | SUMMED | BOUNDED | CONVOLUTIONS
 _numbers: dict[Hashable, int] = {}  # of formats
 
 
@@ -147,7 +153,7 @@ class Plans:
             is_norm = operation.name in MEAN_NORMS and not operation.custom
             plan.normalises = is_norm and choice.bits > MASK_BITS
             plan.mapping = _mapping(tensor, operation, plan.format)
-            plan.kind, plan.serves_all = _kind_of(tensor, operation, plan.format)
+            plan.kind, plan.serves_all = _kind_of(tensor, operation)
             plan.row = 0
             if choice.bits > MASK_BITS and not choice.most and _sums_rows(tensor, operation):
                 plan.row = _row(tensor, operation, plan.format.group_size)
@@ -235,15 +241,15 @@ def _most_of_rows(tensor: torch.Tensor, operation: Operation) -> int:
 def _shared_row(tensor: torch.Tensor, operation: Operation) -> int:
     """Return how many elements a row has; of an attention's value it is a token's, of all heads."""
     tokens = attention.token_length(tensor, operation)
-    return rows.shared_row(tensor) if tokens is None else tokens
+    return shared_row(tensor) if tokens is None else tokens
 
 
 def _row(tensor: torch.Tensor, operation: Operation, group_size: int) -> int:
     """Return the length of rows that groups would have parts of several of; 0: they would not."""
-    length = _shared_row(tensor, operation) or rows.pixel_length(tensor, operation)
+    length = _shared_row(tensor, operation) or pixel_length(tensor, operation)
     if describe(tensor).span != covered_elements(tensor):  # windows, which overlap
         return 0
-    return 0 if length % group_size == 0 or rows.is_too_short(tensor, length) else length
+    return 0 if length % group_size == 0 or is_too_short(tensor, length) else length
 
 
 def _sums_rows(tensor: torch.Tensor, operation: Operation) -> bool:
@@ -265,20 +271,17 @@ def _mapping(tensor: torch.Tensor, operation: Operation, format: Format) -> Mapp
             return (ENDS if format.bits == 8 else ANGLES)[function]
     if operation.name not in _MAPPED:
         return None
-    # A product's factor too, where roots cost little: what follows may leave only small products.
-    rooted = _is_rooted(tensor, operation, format)
-    if rooted or (format.bits == 8 and _is_factor(tensor, operation)):
+    # A product's factor too, where roots cost little: what follows may leave only small products,
+    # or what small columns give.
+    if is_power(operation) or (format.bits == 8 and _is_factor(tensor, operation)):
         return ROOT
     bound = _bound(tensor, operation)
     return Within(bound, format.group_size) if bound else None
 
 
-def _is_rooted(tensor: torch.Tensor, operation: Operation, format: Format) -> bool:
-    return is_power(operation) or (format.bits == 8 and rows.reads_columns(tensor, operation))
-
-
 def _is_factor(tensor: torch.Tensor, operation: Operation) -> bool:
-    return is_product(operation) or is_of_products(tensor, operation)
+    is_factor = is_product(operation) or is_of_products(tensor, operation)
+    return is_factor or reads_columns(tensor, operation)
 
 
 def _bound(tensor: torch.Tensor, operation: Operation) -> int:
@@ -289,14 +292,12 @@ def _bound(tensor: torch.Tensor, operation: Operation) -> int:
     return 0 if type(tensor.grad_fn).__name__ in ANGLES else bound_of(operation)
 
 
-def _kind_of(
-    tensor: torch.Tensor, operation: Operation, format: Format
-) -> tuple[Hashable | None, bool]:
+def _kind_of(tensor: torch.Tensor, operation: Operation) -> tuple[Hashable | None, bool]:
     """Return what is packed in place of a tensor, None if its elements are; and whether these come
     back near wherever they lie."""
     if operation.name not in _MAPPED:
         return None, False
-    if _is_rooted(tensor, operation, format):
+    if is_power(operation):
         return "roots", True
     if _is_factor(tensor, operation):
         return None, True
