@@ -101,9 +101,10 @@ def codec_subjects() -> dict[str, Callable[[int], Subject]]:
         found[f"dequantize{bits}"] = partial(coding, bits=bits, decodes=True)
     for decodes in (False, True):
         found["unpack_mask" if decodes else "pack_mask"] = partial(masking, decodes=decodes)
-    for kind in ("normal", "scaled", "root", "tanh"):
-        found[f"quantize8_{kind}"] = partial(coding, kind=kind)
-        found[f"dequantize8_{kind}"] = partial(coding, kind=kind, decodes=True)
+    for kind in ("normal", "scaled", "root", "ends of tanh"):
+        name = kind.rpartition(" ")[2]
+        found[f"quantize8_{name}"] = partial(coding, kind=kind)
+        found[f"dequantize8_{name}"] = partial(coding, kind=kind, decodes=True)
     return found | {"quantize8_within": partial(coding, kind="within 6")}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import vramx
 from vramx import errors
-from vramx.errors import RecomputationError, VramxWarning
+from vramx.errors import ModifiedInPlaceError, RecomputationError, VramxWarning
 
 __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
@@ -340,8 +340,8 @@ def test_a_step_of_another_thread_is_not_taken_for_the_regions() -> None:
 
 
 @pytest.mark.parametrize("way", ["module", "closure", "recomputed block"])
-def test_parameters_that_were_written_into_are_told_of_once(way: str) -> None:
-    """As torch raises an error where it has kept them."""
+def test_parameters_that_were_written_into_and_are_saved_are_an_error(way: str) -> None:
+    """As in torch where it has kept them; its checkpoint takes the gradient of another function."""
     w, layer = torch.ones(16, requires_grad=True), nn.Linear(16, 16)
     block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     vramx.optimize(block, "recompute_all")
@@ -354,12 +354,29 @@ def test_parameters_that_were_written_into_are_told_of_once(way: str) -> None:
     y = call(x)
     with torch.no_grad():
         parameter.mul_(2)
-    with pytest.warns(VramxWarning, match="ahead of backward"):
+    with (
+        pytest.warns(VramxWarning, match="ahead of backward"),
+        pytest.raises(ModifiedInPlaceError, match="take a step of an optimizer after backward"),
+    ):
         y.sum().backward()
-    y = call(x)
+    call(x).sum().backward()
+
+
+def test_a_parameter_that_was_written_into_and_is_not_saved_is_told_of_once() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    for words in ("ahead of backward", ""):
+        y = CHECKPOINT(layer, activation())
+        with torch.no_grad():
+            layer.bias.mul_(2)
+        with pytest.warns(VramxWarning, match=words) if words else contextlib.nullcontext():
+            y.sum().backward()
+
+
+def test_a_parameter_that_the_region_writes_itself_is_no_error() -> None:
+    net = Target(follows=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        y.sum().backward()
+        sum(CHECKPOINT(net, activation()).sum() for _ in range(2)).backward()
 
 
 class Target(nn.Module):
@@ -388,7 +405,10 @@ def test_a_target_that_moves_ahead_of_backward_is_told_of() -> None:
     net = Target(follows=False)
     loss = CHECKPOINT(net, activation()).sum()
     net.update()
-    with pytest.warns(VramxWarning, match="write into them after backward"):
+    with (
+        pytest.warns(VramxWarning, match="write into them after backward"),
+        pytest.raises(ModifiedInPlaceError, match="was written into"),
+    ):
         loss.backward()
 
 

@@ -79,12 +79,30 @@ def test_no_code_wraps_at_the_extremes_of_the_noise(
 
 @pytest.mark.parametrize("format", FORMATS, ids=repr)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_group_with_a_nan_or_an_infinity_is_nan_and_no_other(format: Format, bad: float) -> None:
+def test_a_nan_or_an_infinity_is_nan_without_outliers_in_all_of_its_group(
+    format: Format, bad: float
+) -> None:
     x = torch.randn(3 * format.group_size)
     x[format.group_size + 3] = bad
-    found = unpack(pack(x, format)).view(3, -1).isnan()
-    assert found.all(1).tolist() == [False, True, False]
-    assert not found[[0, 2]].any()
+    packed = pack(x, format)
+    is_nan = unpack(packed).view(3, -1).isnan()
+    assert is_nan.any(1).tolist() == [False, True, False]
+    has_outliers = codec.layout_of(x.numel(), format).has_outliers
+    assert is_nan.sum() == (1 if has_outliers else format.group_size)
+    assert is_nan[1, 3]
+
+
+def test_what_is_not_finite_costs_its_group_one_outlier_however_many_kinds_there_are() -> None:
+    x = torch.randn(128)
+    x[:4] = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf])
+    x[9] = 1000.0
+    found = unpack(pack(x, Format(rounding="nearest")))
+    assert found[:4].isnan().all()
+    assert found[9] == 1000.0
+    rest = [*range(4, 9), *range(10, 128)]
+    assert (found - x)[rest].abs().max() <= x[rest].abs().max() / 126
+    x[1:] = torch.inf
+    assert unpack(pack(x, Format())).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

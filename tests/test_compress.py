@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,8 +18,10 @@ from compress_tools import (
 from torch import nn
 
 from vramx.compression.codec import codec
+from vramx.compression.config import Compression
 from vramx.compression.hooks import compress
 from vramx.errors import ModifiedInPlaceError
+from vramx.recompute.call import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +84,42 @@ def test_overflow_reaches_the_gradient(bad: float) -> None:
         y = layer(x).nan_to_num().sum()
     y.backward()
     assert not bool(layer.weight.grad.isfinite().all())
+
+
+# What is done to rows of 24 elements, of which groups have parts of several.
+OF_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "argument of an activation": functional.gelu,
+    "result of an activation": torch.tanh,
+    "factor": lambda x: x * (x + 1),
+    "power": torch.square,
+    "norm": lambda x: functional.layer_norm(x, (24,)).exp(),
+    "layer": lambda x: (x @ torch.linspace(-1, 1, 24 * 24).view(24, 24)).square(),
+}
+
+
+@pytest.mark.parametrize("way", ["hooks", "checkpoint"])
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_a_row_with_nan_stays_alone_and_costs_the_others_no_precision(name: str, way: str) -> None:
+    """As what attention gives for tokens that may see none, which nothing reads. A NaN took with it
+    the group that it was in, of 128 elements."""
+    x = torch.randn(16, 24)
+    x[3, 2] = torch.nan
+
+    def gradient(run: Callable[..., torch.Tensor]) -> torch.Tensor:
+        leaf = x.clone().requires_grad_()
+        run(OF_ROWS[name], leaf * 1).nan_to_num(0).square().sum().backward()
+        return leaf.grad
+
+    def packed(function: Callable[..., torch.Tensor], leaf: torch.Tensor) -> torch.Tensor:
+        if way == "checkpoint":
+            return checkpoint(function, leaf, level=Compression(min_bytes=0))
+        with compress(min_bytes=0):
+            return function(leaf)
+
+    exact, found = gradient(lambda function, leaf: function(leaf)), gradient(packed)
+    assert found.isnan().any(1).nonzero().tolist() == [[3]]
+    rows = [row for row in range(16) if row != 3]
+    assert relative_error(found[rows], exact[rows]) < 0.05
 
 
 # Kept by reference

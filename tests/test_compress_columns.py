@@ -1,4 +1,7 @@
-"""Columns of a layer's data that its weight has a factor for count alike, whatever their scale."""
+"""Columns of a layer's data that its weight has a factor for count alike, whatever their scale.
+
+So do those that a convolution reads by themselves.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import linear
 from torch.nn.utils import parametrize
 
 import vramx
-from vramx.compression.policy import columns, looks, policy
+from vramx.compression.policy import columns, looks, plans, policy
 from vramx.recompute import elements
 
 WIDTH, OUT, ROWS = 64, 32, 256
@@ -148,3 +152,53 @@ def test_a_weight_whose_graph_is_gone_is_taken_for_one_that_undoes_it() -> None:
     made = torch.randn(OUT, WIDTH, requires_grad=True) * scale()
     made.sum().backward()
     assert columns.is_scaled(made, -1)
+
+
+# Channels that a convolution reads by themselves, and that lie together in memory.
+
+BY_CHANNEL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "places": lambda x, w: functional.conv1d(x.transpose(1, 2), w, groups=WIDTH),
+    "pixels": lambda x, w: functional.conv2d(
+        x.unflatten(1, (8, -1)).permute(0, 3, 1, 2), w[..., None], groups=WIDTH
+    ),
+}
+
+
+def cosine_by_channel(name: str) -> float:
+    """Return the cosine of a weight's gradient, behind which a norm makes channels count alike."""
+    x = torch.randn(4, 64, WIDTH)
+    x[..., ::7] *= 100
+    weight, towards = torch.randn(WIDTH, 1, 3, requires_grad=True), torch.randn(4, WIDTH, 1024)
+    found = []
+    for options in (SMALL, vramx.Compression(level="keep")):
+        leaf = x.clone().requires_grad_()
+        with vramx.compress(options) as stats:
+            y = functional.instance_norm(BY_CHANNEL[name](leaf * 1, weight).flatten(2))
+        (gradient,) = torch.autograd.grad((y * towards[..., : y.shape[2]]).sum(), weight)
+        found.append(gradient)
+    assert not stats.packed.tensors
+    return float(functional.cosine_similarity(*(each.flatten() for each in found), dim=0))
+
+
+@pytest.mark.parametrize("name", BY_CHANNEL)
+def test_small_channels_that_a_convolution_reads_by_themselves_have_their_gradient(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of the root of an element 100 times smaller is a sixth of it, where many add up."""
+    assert cosine_by_channel(name) > 0.99
+    monkeypatch.setattr(plans, "reads_columns", lambda *_: False)
+    plans.plans_of.cache_clear()
+    assert cosine_by_channel(name) < 0.95
+    plans.plans_of.cache_clear()
+
+
+def test_a_tensor_that_a_layer_reads_as_well_is_packed_once() -> None:
+    x = torch.randn(4, 64, WIDTH, requires_grad=True)
+    layer, weight = nn.Linear(WIDTH, 8), nn.Parameter(torch.randn(WIDTH, 1, 3))
+    readers = [layer, lambda y: BY_CHANNEL["places"](y, weight)]
+    for order in (readers, readers[::-1]):
+        y = x * 1
+        with vramx.compress(SMALL) as stats:
+            made = [reader(y) for reader in order]
+        assert stats.packed.seen_bytes == y.nbytes
+        del made

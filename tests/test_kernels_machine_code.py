@@ -37,6 +37,8 @@ LIMITS_OF_MAPS = {
     ("root", "group"): (19.5, 12.5),
     ("tanh", "group"): (32.0, 25.0),
     ("sigmoid", "group"): (32.0, 25.0),
+    ("ends of tanh", "group"): (32.0, 25.0),
+    ("ends of sigmoid", "group"): (32.0, 25.0),
     ("within 6", "group"): (21.5, 12.5),
 }
 OF_EACH = [("normal", "each"), ("scaled", "each")]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vramx.compression.codec import codec, reference, roots
 from vramx.compression.codec.geometry import describe, flat
-from vramx.compression.codec.mapping import ANGLES, SIGN, Within
+from vramx.compression.codec.mapping import ANGLES, ENDS, SIGN, Within
 from vramx.compression.codec.normalised import Normal, Statistics
 from vramx.compression.codec.rows import scaled
 from vramx.compression.config import MASK_FORMAT, Format
@@ -159,6 +159,35 @@ def test_comparison_sees_one_series_for_all_angles(kind: str) -> None:
     angles = ANGLES[SATURATING[kind][1]].of(y)
     expected = reference.quantize(angles, layout)
     assert less_exact(packed, expected, angles, layout) > layout.groups / 8
+
+
+@every_format
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("kind", SATURATING)
+def test_packed_bytes_of_ends_equal_the_reference_and_come_back(
+    kind: str, rounding: str, name: str
+) -> None:
+    y, layout = saturated(kind), layout_of(name, 5000)
+    y[77], y[1000], y[3001], y[4001], y[4002] = torch.nan, 1e-30, 1.0, 0.0, 1 - 2**-24
+    ends = ENDS[SATURATING[kind][1]]
+    assert ends.function == Function(f"ends of {kind}")
+    packed = kernels.quantize_map(y, layout, ends.function, ROUNDINGS[rounding])
+    expected = reference_of(ends.of(y), layout, ROUNDINGS[rounding])
+    assert differences(packed, expected, layout) == 0
+    back = kernels.dequantize_map(packed, layout, ends.function, torch.float32)
+    decoded = ends.back(reference.dequantize(packed, layout, torch.float32), torch.float32)
+    assert torch.equal(back.nan_to_num(5), decoded.nan_to_num(5))
+
+
+@pytest.mark.parametrize("kind", SATURATING)
+def test_ends_come_back_from_their_own_numbers(kind: str) -> None:
+    """A number of float32, and a bit of the distance, off: 2e-5 of it at the most, next to zero."""
+    ends, y = ENDS[SATURATING[kind][1]], saturated(kind).double()
+    y = torch.cat([y.float(), torch.tensor([0.0, 1.0, 0.5, 2**-60, 1 - 2**-24])])
+    back = ends.back(ends.of(y), torch.float32)
+    for end in (0, 1) if kind == "sigmoid" else (-1, 0, 1):
+        assert ((back - y).abs() <= 2e-5 * (y - end).abs() + (6e-8 if end else 0)).all()
+    assert torch.equal(back[-5:-3], y[-5:-3])
 
 
 BOUNDS = {"within 6": 6, "within 20": 20}

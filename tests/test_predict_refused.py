@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +21,11 @@ def no_fake(x: Tensor) -> Tensor:
     return x.clone()
 
 
+def compares_a_float(x: Tensor) -> None:
+    if x.sum() < 1:
+        x.sum()
+
+
 def reads_a_size(x: Tensor) -> Tensor:
     return x[: int(x.argmax().item())]
 
@@ -32,6 +38,15 @@ def counts(x: Tensor) -> Tensor:
     ("step", "said"),
     [
         (reads_a_size, r"reads a value of int64 .*\(test_predict_refused.py:\d+\)"),
+        (
+            compares_a_float,
+            r"reads a value of bool .*, compare item\(\) of a float",
+        ),
+        (
+            lambda x: pickle.dumps(nn.Parameter(x)),
+            "pickled.* has no data; leave it out of",
+        ),
+        (lambda x: x.numpy(), r"no numpy\(\); call detach\(\).cpu\(\) before it"),
         (counts, "aten.bincount.*cannot run without data"),
         (no_fake, "vramx_tests::no_fake"),
         (lambda x: x @ x[:3], "the step fails without data"),

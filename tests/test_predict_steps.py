@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,6 +182,19 @@ def test_a_read_float_is_assumed() -> None:
     model = Stack(1)
     prediction = vramx.predict(lambda: model(rows(4).to("cuda")).sum().item())
     assert "0.0" in prediction.assumptions[0]
+
+
+def test_a_step_that_saves_spoils_no_file(tmp_path: Path) -> None:
+    """There are no data to write; the file is another run's, until the program runs."""
+    model, file = Stack(1), tmp_path / "model.pt"
+    file.write_bytes(b"weights")
+
+    def step() -> None:
+        model(rows(4).to("cuda")).sum().backward()
+        torch.save(model.state_dict(), file)
+
+    assert assumes(vramx.predict(step), "torch.save")
+    assert file.read_bytes() == b"weights"
 
 
 def test_a_mask_selects_all_at_most() -> None:

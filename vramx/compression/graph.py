@@ -249,8 +249,8 @@ def _share_groups(tensor: Tensor, last: int, group: int) -> bool:
 def _factors(rows: Tensor) -> Tensor:
     """Return what rows are multiplied by, so that they share groups as they are: see rows.py."""
     factors = rows.abs().amax(-1, keepdim=True).to(torch.float32).reciprocal()
-    usable = (factors >= _LIMITS.tiny) & (factors <= _LIMITS.max)
-    return torch.where(usable, factors, 1.0)
+    useless = (factors < _LIMITS.tiny) | (factors > _LIMITS.max)
+    return torch.where(useless, 1.0, factors)
 
 
 def _roots(x: Tensor) -> Tensor:

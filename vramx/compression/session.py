@@ -21,7 +21,7 @@ from vramx.compression.attention import Result
 from vramx.compression.codec import codec as plain_codec
 from vramx.compression.codec import random
 from vramx.compression.codec.geometry import Geometry, can_spread, covered_bytes, describe, flat
-from vramx.compression.codec.mapping import Angle, Mapping
+from vramx.compression.codec.mapping import Mapping, Slope
 from vramx.compression.codec.normalised import Normal, Waiting
 from vramx.compression.codec.rows import scaled
 from vramx.compression.compiler import run_uncompiled
@@ -206,7 +206,7 @@ class Session:
             else:
                 holding = self._encode(tensor, operation, plan, mapping)
             self._table.add(key, storage, holding)
-            if isinstance(mapping, Angle):
+            if isinstance(mapping, Slope):
                 differences.note(tensor, holding, self._table)
             if serves_all:
                 # Whoever reads the same as it is, without a norm or a power, is served by it too.

@@ -76,18 +76,21 @@ def outlier_header(key):
     elements the bits of the scale and 1 / scale.
 
     key: uint32[ROWS, GROUP], signed_key() of the elements. The outliers are the two different
-    numbers of the largest magnitudes. If an element is not finite, all are NaN.
+    numbers of the largest magnitudes. Those that are not finite count as one, which is NaN: others
+    of the group, as of a row beside one with a NaN, come back all the same.
     """
     # A difference below zero wraps to the top, so the greatest is that of the next key below, in
     # two instructions. Where none is below it is a key above: then no element is scaled.
-    first = tl.max(key, 1)
+    # The least key of what is not finite stands for all of them: all of them are above `second`.
+    first = tl.minimum(tl.max(key, 1), 0xFF000000)
     second = tl.max(key - first[:, None], 1) + first
     peak = tl.max(key - second[:, None], 1) + second
     peak = (peak >> 1).to(tl.float32, bitcast=True)
-    broken = not_finite((first >> 1).to(tl.int32, bitcast=True))
-    scale = tl.where(broken, 0x7FC00000, _scale_bits(peak, 126))
-    word = (_bfloat16_bits(first) >> 16) | (_bfloat16_bits(second) & 0xFFFF0000)
-    word = tl.where(broken, 0x7FC07FC0, word.to(tl.int32, bitcast=True))
+    one, two = _bfloat16_bits(first) >> 16, _bfloat16_bits(second) & 0xFFFF0000
+    one = tl.where(not_finite((first >> 1).to(tl.int32, bitcast=True)), 0x7FC0, one)
+    two = tl.where(not_finite((second >> 1).to(tl.int32, bitcast=True)), 0x7FC00000, two)
+    word = (one | two).to(tl.int32, bitcast=True)
+    scale = _scale_bits(peak, 126)
     return second, word, scale, tl.div_rn(1.0, scale.to(tl.float32, bitcast=True))
 
 

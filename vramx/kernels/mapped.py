@@ -10,11 +10,14 @@ functions, by MAP:
     root      sign(x) sqrt(|x|)         back: y |y|
     tanh      arcsin(x), in quarter turns         back: the sine
     sigmoid   arcsin(sqrt(x)), in quarter turns   back: the sine's square
+    ends of tanh      the root of how often 1 - |x| is halved, and sign(x); linear up to a half
+    ends of sigmoid   the same of x, with a negative sign, or of 1 - x; see turns.py
     within 6  x, at most 6, and at least 6 below the least of 0 and the group's largest; also 20
                                   back: y, which is quantize.py's to read
 
 Element i has the statistics number (i // inner) % count. A statistic that is no positive normal
-number counts as 1, in both directions. A group's statistics are found by PLACE:
+number counts as 1, in both directions; one that is NaN makes its elements NaN. A group's statistics
+are found by PLACE:
 
     "group"   inner is a multiple of GROUP: one of each a group
     "split"   inner is at least GROUP: two of each a group, and the place where the second begins
@@ -29,7 +32,15 @@ import triton.language as tl
 from vramx.kernels.headers import narrow
 from vramx.kernels.quantize4 import load_halves, pack_halves, store_halves, unpack_halves
 from vramx.kernels.tiles import load_tile, pack_tile, store_tile, tile_offsets, unpack_tile
-from vramx.kernels.turns import arcsine, sine, with_sign_of
+from vramx.kernels.turns import (
+    arcsine,
+    number_of_sigmoid,
+    number_of_tanh,
+    sigmoid_of_number,
+    sine,
+    tanh_of_number,
+    with_sign_of,
+)
 
 
 @triton.jit(do_not_specialize=["numel", "stream"])
@@ -171,6 +182,10 @@ def _map(
         return with_sign_of(tl.sqrt(tl.abs(x)), x)
     elif MAP == "tanh":
         return with_sign_of(arcsine(tl.abs(x)), x)
+    elif MAP == "ends of tanh":
+        return number_of_tanh(x)
+    elif MAP == "ends of sigmoid":
+        return number_of_sigmoid(x)
     else:
         return arcsine(tl.sqrt(x))
 
@@ -196,6 +211,10 @@ def _unmap(
         return y * tl.abs(y)
     elif MAP == "tanh":
         return with_sign_of(sine(tl.abs(y)), y)
+    elif MAP == "ends of tanh":
+        return tanh_of_number(y)
+    elif MAP == "ends of sigmoid":
+        return sigmoid_of_number(y)
     else:
         root = sine(tl.abs(y))
         return root * root
@@ -237,8 +256,8 @@ def _statistics(
 def _factor(rstd_ptr, BACK: tl.constexpr):
     """Return a reciprocal deviation, or the deviation; 1 for what has no reciprocal."""
     rstd = tl.load(rstd_ptr)
-    usable = (rstd >= 1.1754943508222875e-38) & (rstd <= 3.4028234663852886e38)
-    rstd = tl.where(usable, rstd, 1.0)
+    useless = (rstd < 1.1754943508222875e-38) | (rstd > 3.4028234663852886e38)
+    rstd = tl.where(useless, 1.0, rstd)
     return 1.0 / rstd if BACK else rstd
 
 

@@ -1,4 +1,8 @@
-"""Functions of angles in quarter turns, as kernels compute them, and the sign of a number."""
+"""Functions of results of tanh and sigmoid, as kernels compute them, and the sign of a number.
+
+Angles are in quarter turns. Logarithms are those that float32's bits are: right at powers of two
+and linear between, so that the way back is one of bits, too.
+"""
 
 from __future__ import annotations
 
@@ -46,3 +50,56 @@ def sine(turns):
     p = p * square - 1.6666666667e-1
     small = half + half * square * p
     return tl.where(is_large, 1.0 - 2.0 * small * small, small)
+
+
+@triton.jit
+def number_of_end(distance):
+    """Return 2 sqrt(d) - 1 for d, how many powers of two a distance in (0, 1] is from 1.
+
+    d is at least 1; NaN stays NaN.
+    """
+    bits = 0x3F800000 - distance.to(tl.int32, bitcast=True)
+    return 2.0 * tl.sqrt(bits.to(tl.float32) * 1.1920928955078125e-7) - 1.0
+
+
+@triton.jit
+def end_of_number(size):
+    """Return the distance of which number_of_end() made a number of 1 or more; 0 of the least."""
+    root = 0.5 * size + 0.5
+    bits = 0x3F800000 - (root * root * 8388608.0).to(tl.int32)
+    return tl.where(bits < 0x01000000, 0, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def number_of_tanh(y):
+    """Return what stands for a result of tanh: of its distance from 1; 2 y up to a half."""
+    size = tl.abs(y)
+    distance = 1.0 - size
+    distance = tl.where(distance < 7.450580596923828e-9, 7.450580596923828e-9, distance)
+    return with_sign_of(tl.where(size < 0.5, 2.0 * size, number_of_end(distance)), y)
+
+
+@triton.jit
+def tanh_of_number(number):
+    """Return what number_of_tanh() made a number of."""
+    size = tl.abs(number)
+    return with_sign_of(tl.where(size >= 1.0, 1.0 - end_of_number(size), 0.5 * size), number)
+
+
+@triton.jit
+def number_of_sigmoid(y):
+    """Return what stands for a result of sigmoid: of twice its distance from 1, or from 0 with a
+    negative sign; 4 y - 2 between a quarter and three."""
+    other = 1.0 - y
+    other = tl.where(other < 7.450580596923828e-9, 7.450580596923828e-9, other)
+    distance = tl.where(y < 0.5, y, other)
+    size = tl.where(distance > 0.25, 2.0 - 4.0 * distance, number_of_end(2.0 * distance))
+    return with_sign_of(size, y - 0.5)
+
+
+@triton.jit
+def sigmoid_of_number(number):
+    """Return what number_of_sigmoid() made a number of."""
+    size = tl.abs(number)
+    distance = tl.where(size >= 1.0, 0.5 * end_of_number(size), 0.5 - 0.25 * size)
+    return tl.where(number < 0.0, distance, 1.0 - distance)

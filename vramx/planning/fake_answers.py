@@ -147,7 +147,8 @@ def moving() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def undecided(assume: Callable[[str], None]) -> Iterator[None]:
-    """Have transformers find no several sequences in one row, and no end of what it generates.
+    """Have transformers find no several sequences in one row, and no end of what it generates; and
+    torch save nothing, of which there are no data: it would spoil a file that is there.
 
     It reads the first off positions: without data it makes the mask that they would need, a byte
     for each pair of tokens. It reads the second off the tokens that it drew.
@@ -160,6 +161,9 @@ def undecided(assume: Callable[[str], None]) -> Iterator[None]:
         assume("what is generated is taken to be as long as it may be")
         return torch.full((tokens.shape[0],), False, device=tokens.device, dtype=torch.bool)
 
+    def saved(*_: Any, **__: Any) -> None:
+        assume("what the step saves by torch.save() is not written")
+
     masks = sys.modules.get("transformers.masking_utils")
     asked = getattr(masks, "is_tracing", None)
 
@@ -171,6 +175,7 @@ def undecided(assume: Callable[[str], None]) -> Iterator[None]:
         sys.modules.get("transformers.generation.stopping_criteria"), "EosTokenCriteria", None
     )
     replaced = (
+        (torch, "save", saved),
         (masks, "find_packed_sequence_indices", found),
         (masks, "is_tracing", traced),
         (criteria, "__call__", ended),

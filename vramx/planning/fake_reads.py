@@ -211,9 +211,11 @@ class Unread:
 
 
 def _error(kind: str) -> UntraceableError:
+    # Of a comparison with a loss, as for a step that is to be left out.
+    instead = "," if kind != "bool" else ", compare item() of a float, which is taken for 0.0,"
     return UntraceableError(
         f"the step reads a value of {kind} that depends on data, by item(), int(), bool() or an "
-        f"if{_place()}; compute it before the step, or have predict run without it"
+        f"if{_place()}; compute it before the step{instead} or have predict run without it"
     )
 
 

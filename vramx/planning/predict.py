@@ -50,9 +50,15 @@ _ON_THE_HOST = (
     "; what the step refers to is taken to be on a GPU, and what it makes is where it makes it: "
     "make it before the step, or on the device of the model's parameters"
 )
+_PICKLED = "what is pickled, as into a file, has no data; leave it out of the step"
 _NOT_FOLLOWED = {
     "the TorchScript interpreter": "what torch.jit has compiled cannot run without data",
     "shape_env must not be None": "nested tensors cannot be made without data",
+    "Can't pickle": _PICKLED,  # as releases of Python say it
+    "Can't get local object": _PICKLED,
+    "numpy() is not supported for tensor subclasses": (
+        "a tensor on the GPU, or with a gradient, has no numpy(); call detach().cpu() before it"
+    ),
     "Unread": (
         "an integer that depends on data, and is read by item(), is no index, size or value; "
         "compute it before the step, or have predict run without it"

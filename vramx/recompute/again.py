@@ -33,6 +33,7 @@ from vramx.compression.codec.geometry import shape_of
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.notices import explain
 from vramx.errors import RecomputationError
+from vramx.recompute.told import refuse_change, refusing_changes
 
 # Devices of which random numbers and autocast are restored.
 _KINDS = ("cpu", "cuda")
@@ -137,6 +138,8 @@ class _Keep:
         if index == len(forms):  # of a function that caught the end, and went on
             raise _StopRecomputationError
         is_held = self._numbers.is_held(index)
+        if is_held:
+            refuse_change(tensor)
         if is_held and _form(tensor) != forms[index]:
             if tensor.is_nested:
                 raise RecomputationError(
@@ -194,7 +197,12 @@ class _Again:
         keep = _Keep(self.numbers, self._function)
         ending = contextlib.suppress(_StopRecomputationError)  # innermost: no other context sees it
         # A vmap of backward is over its gradients: what the call saves is not batched.
-        with _outside_of_vmap(), self._then.restored(), torch.enable_grad():
+        with (
+            _outside_of_vmap(),
+            self._then.restored(),
+            torch.enable_grad(),
+            refusing_changes(),
+        ):
             leaves = [x.open() if isinstance(x, _Leaf) else x for x in self._leaves]
             with saved_tensors_hooks(keep, _same), ending:
                 self._function(*leaves)

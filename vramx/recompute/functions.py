@@ -241,8 +241,9 @@ class Variables:
 
     def again(self, copier: Copier | None = None) -> Callable[[Any], Any]:
         """Return what gives the function, and hooks, with the variables of then."""
-        if any(version_of(tensor) != version for tensor, version in self._versions):
-            tell_of_change()
+        written = [each for each, version in self._versions if version_of(each) != version]
+        if written:
+            tell_of_change(written)
         self._versions = []
         if not self._changes and not self._is_other():
             return _as_it_is

@@ -78,19 +78,15 @@ class Members:
 
     def _check(self) -> None:
         now = [parameter._version for parameter in self._learnt]
-        triples = zip(self._learns, self._versions, now, strict=bool(self._versions))
-        changed = [learns for learns, version, later in triples if version != later]
-        if any(changed):
-            tell_of_change()
-        elif changed and self._is_read_anew(now):
-            tell_of_update()
+        pairs = zip(self._versions, now, strict=bool(self._versions))
+        changed = [i for i, (version, later) in enumerate(pairs) if version != later]
+        written = [self._learnt[i] for i in changed if self._read[i]]  # by others
+        if any(self._learns[i] for i in changed):
+            tell_of_change(written)
+        elif written:
+            tell_of_update(written)
         # A recomputation may write into them, as the first run does.
         self._versions, self._read = [], []
-
-    def _is_read_anew(self, now: list[int]) -> bool:
-        """Tell whether others wrote into a parameter that the region does not write itself."""
-        triples = zip(self._read, self._versions, now, strict=True)
-        return any(is_read and version != later for is_read, version, later in triples)
 
     def _first_hooks(self) -> list[_Members]:
         """Return the hooks of modules that had none, of which no note is taken in each call."""

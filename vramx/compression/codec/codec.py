@@ -21,7 +21,8 @@ as that rounds, |decoded - x| <= 2**-8 |x|; amax is of the others, and L = 126.
       to s / 2, is 256 times that bias; at 8 bits bfloat16 itself rounds the upper half of a
       group's range by more. Sixteen random bits would be a seventh of what a kernel computes.
 plus the rounding errors of float32, 2**-15 s, and of the tensor's own type, half its unit at x.
-A group with a NaN or an infinity decodes to NaN throughout, so that a check for overflow sees it.
+A NaN or an infinity decodes to NaN, so that a check for overflow sees it: symmetric with 8 bits by
+itself, else with all of its group.
 At the very end of float32's and bfloat16's range x + s overflows: a decoded element can be infinite
 from 3.36e38 at 8 bits and from 2.96e38 at 4. An asymmetric group of a wider range is NaN.
 """

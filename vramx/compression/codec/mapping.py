@@ -9,10 +9,16 @@ A sign. Of a tensor whose backward asks only whether an element is above zero th
 each. Which operations ask for no more is exactness.py's.
 
 Results of tanh and sigmoid. The slope of tanh is 1 - y**2. Where tanh saturates it vanishes, and
-the error of a packed y does not: a step of y is one of the slope. So what is packed is the angle
-whose sine y is: the slope is the cosine's square, and a step of the angle is less of it the nearer
-y is to 1. A sigmoid is the square of a sine, and its slope the product of both squares. Angles are
-in quarter turns: those of 0 and 1 are exact numbers.
+the error of a packed y does not: a step of y is one of the slope. What divides by the slope, as the
+logarithm of a chance does, and of the density of a squashed distribution, makes it up again. So at
+8 bits what is packed is the root of how often a y's distance from the end that it is next to has
+been halved: a step is a part of that distance, and so of the slope, however small they are, and of
+y itself in the middle. Logarithms are those that float32's bits are, right at powers of two and
+linear between: which function it is, is no matter where the way back is exact. With 4 bits the
+middle would have too coarse steps: there it is the angle whose sine y is. The slope is the cosine's
+square, and a step of the angle is less of it the nearer y is to 1. A sigmoid is the square of a
+sine, and its slope the product of both squares. Angles are in quarter turns: those of 0 and 1 are
+exact numbers.
 
 Arguments of functions whose slopes stop changing. The slope of gelu is 0 below -6 and 1 above 6 to
 the precision of float32, however far. Arguments far beyond, as of channels that are dead, would
@@ -70,30 +76,79 @@ class Sign:
 SIGN = Sign()
 
 
-class Angle:
-    """The angles, in quarter turns, of which a function's results are the sines, or squares."""
+class Slope:
+    """Numbers that stand for a function's results, of which a step is a part of its slope."""
 
-    __slots__ = ("_of", "_sine", "function")
+    __slots__ = ("_back", "_of", "function")
 
-    def __init__(self, kernel: str, of: Elementwise, sine: Elementwise) -> None:
+    def __init__(self, kernel: str, of: Elementwise, back: Elementwise) -> None:
         self.function = Function(kernel)
         self._of = of
-        self._sine = sine
+        self._back = back
 
     def of(self, elements: Tensor) -> Tensor:
-        return self._of(elements.float()) / _QUARTER
+        return self._of(elements.float())
 
     def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        # A rounded angle may be past a quarter turn by a step: the sine comes back there.
-        return self._sine(numbers * _QUARTER).to(dtype)
+        return self._back(numbers).to(dtype)
 
 
 _QUARTER = math.pi / 2
+# Less than this is nothing beside 1, in float32, by more than a step that it may be off by.
+_NOTHING = 2.0**-27
+_ONE, _EXPONENT = 0x3F800000, 1 << 23  # float32's bits: those of 1, and what halving takes off
+_LEAST = 2 * _EXPONENT  # bits of what may stand for 0
+
+
+def _number_of_end(distance: Tensor) -> Tensor:
+    halvings = (_ONE - distance.view(torch.int32)).float() / _EXPONENT
+    return 2 * halvings.sqrt_() - 1
+
+
+def _end_of_number(size: Tensor) -> Tensor:
+    root = size / 2 + 0.5
+    bits = _ONE - (root * root * _EXPONENT).to(torch.int32)
+    return torch.where(bits < _LEAST, 0, bits).view(torch.float32)
+
+
+def _number_of_tanh(y: Tensor) -> Tensor:
+    size = y.abs()
+    end = _number_of_end((1 - size).clamp_(min=_NOTHING))
+    return torch.where(size < 0.5, 2 * size, end).copysign_(y)
+
+
+def _tanh_of_number(number: Tensor) -> Tensor:
+    size = number.abs()
+    return torch.where(size >= 1, 1 - _end_of_number(size), size / 2).copysign_(number)
+
+
+def _number_of_sigmoid(y: Tensor) -> Tensor:
+    distance = torch.where(y < 0.5, y, (1 - y).clamp_(min=_NOTHING))
+    middle = 2 - 4 * distance
+    return torch.where(distance > 0.25, middle, _number_of_end(2 * distance)).copysign_(y - 0.5)
+
+
+def _sigmoid_of_number(number: Tensor) -> Tensor:
+    size = number.abs()
+    distance = torch.where(size >= 1, _end_of_number(size) / 2, 0.5 - size / 4)
+    return torch.where(number < 0, distance, 1 - distance)
+
+
+# By nodes, with 4 bits and with 8. A rounded angle may be past a quarter turn by a step: the sine
+# comes back there.
 ANGLES = {
-    "TanhBackward0": Angle("tanh", torch.asin, torch.sin),
-    "SigmoidBackward0": Angle(
-        "sigmoid", lambda y: y.sqrt().asin(), lambda angle: angle.sin().square()
+    "TanhBackward0": Slope(
+        "tanh", lambda y: y.asin() / _QUARTER, lambda angle: (angle * _QUARTER).sin()
     ),
+    "SigmoidBackward0": Slope(
+        "sigmoid",
+        lambda y: y.sqrt().asin() / _QUARTER,
+        lambda angle: (angle * _QUARTER).sin().square(),
+    ),
+}
+ENDS = {
+    "TanhBackward0": Slope("ends of tanh", _number_of_tanh, _tanh_of_number),
+    "SigmoidBackward0": Slope("ends of sigmoid", _number_of_sigmoid, _sigmoid_of_number),
 }
 
 
@@ -173,7 +228,8 @@ class Within:
         if short:
             groups = functional.pad(groups, (0, short), value=-torch.inf)
         groups = groups.view(-1, self._group)
-        largest = groups.amax(1, keepdim=True)
+        # Of what is no NaN, which stays one: the bounds are the others'.
+        largest = torch.where(groups.isnan(), -torch.inf, groups).amax(1, keepdim=True)
         high = torch.where(largest == torch.inf, largest, float(self._bound))
         low = largest.clamp(max=0) - self._bound
         return groups.clamp(low, high).view(-1)[: elements.numel()]

@@ -93,8 +93,8 @@ class Normal:
     def _factors(self) -> tuple[Tensor, Tensor]:
         mean, rstd, _, ones = self._statistics
         rstd = rstd.float()
-        usable = (rstd >= _LIMITS.tiny) & (rstd <= _LIMITS.max)
-        return mean.float().view(ones), torch.where(usable, rstd, 1.0).view(ones)
+        useless = (rstd < _LIMITS.tiny) | (rstd > _LIMITS.max)
+        return mean.float().view(ones), torch.where(useless, 1.0, rstd).view(ones)
 
 
 def _function(statistics: Statistics, geometry: Geometry) -> Function | None:

@@ -30,7 +30,7 @@ _MAGIC_OF_256THS = 1.5 * 2**15  # the same, with a lowest bit that is worth 2**-
 _MARGIN = 1 + 2.0**-20
 _SMALLEST_NORMAL = 2.0**-126  # a smaller scale would have no reciprocal
 _NAN_BITS = 0x7FC00000
-_TWO_NANS = 0x7FC07FC0
+_INFINITE_KEY = -0x1000000  # 0xff000000 as an int32: the key of an infinity
 _SIGN_BIT = -0x80000000
 _UPPER_HALF = -0x10000  # 0xffff0000 as an int32
 _FLOAT16_MAX = 65504.0
@@ -152,7 +152,7 @@ def split_outliers(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     The outliers of a group are its two different numbers of the largest magnitudes, of +a and -a
     the negative one first. A mark is -128 where the first is, 127 where the second is, else 0; a
     word is an int32 of both as bfloat16, the first in its low half; a scale is the bits of a
-    float32. If an element is not finite, the word and the scale are NaN.
+    float32. Elements that are not finite are one number, which is NaN.
 
     Example:
         >>> split_outliers(torch.tensor([[1.0, -1000.0, 0.5, 2000.0]]))[0]
@@ -160,15 +160,15 @@ def split_outliers(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     bits = x.view(torch.int32)
     key = (bits << 1) | ((bits >> 31) & 1)  # unsigned, it compares as the magnitude does
-    first = _next_below(key, torch.zeros_like(key[:, 0]))
+    top = _next_below(key, torch.zeros_like(key[:, 0]))
+    first = torch.where(_is_finite(top), top, _INFINITE_KEY)  # the least of what is not finite
     second = _next_below(key, first)
     peak = ((_next_below(key, second) >> 1) & 0x7FFFFFFF).view(torch.float32)
-    marks = torch.where(key == first[:, None], -128, 0)
+    marks = torch.where((key ^ _SIGN_BIT) >= (first ^ _SIGN_BIT)[:, None], -128, 0)
     marks = torch.where(key == second[:, None], 127, marks).to(torch.int32)
-    finite = ((first >> 1) & 0x7FFFFFFF) < 0x7F800000
-    scale_bits = torch.where(finite, _scale_bits(peak, 126), _NAN_BITS)
-    words = ((_bfloat16_bits(first) >> 16) & 0xFFFF) | (_bfloat16_bits(second) & _UPPER_HALF)
-    return marks, torch.where(finite, words, _TWO_NANS).to(torch.int32), scale_bits.to(torch.int32)
+    one = torch.where(_is_finite(first), (_bfloat16_bits(first) >> 16) & 0xFFFF, _NAN_BITS >> 16)
+    two = torch.where(_is_finite(second), _bfloat16_bits(second) & _UPPER_HALF, _NAN_BITS)
+    return marks, (one | two).to(torch.int32), _scale_bits(peak, 126).to(torch.int32)
 
 
 def decode_with_outliers(codes: Tensor, scale: Tensor, words: Tensor) -> Tensor:
@@ -187,7 +187,8 @@ def decode_with_outliers(codes: Tensor, scale: Tensor, words: Tensor) -> Tensor:
 def dequantize(buffer: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
     """Return the elements of a packed buffer, 1-D and in fresh memory.
 
-    A group that held a NaN or an infinity is NaN throughout. float16 is kept within its range.
+    What was no finite number is NaN; so is all of its group in formats without outliers. float16 is
+    kept within its range.
 
     Example:
         >>> layout = Layout(numel=4, bits=8, group_size=16, symmetric=True)
@@ -259,6 +260,10 @@ def _next_below(key: Tensor, top: Tensor) -> Tensor:
     """
     wrapped = (key - top[:, None]) ^ _SIGN_BIT
     return (wrapped.amax(1) ^ _SIGN_BIT) + top
+
+
+def _is_finite(key: Tensor) -> Tensor:
+    return ((key >> 1) & 0x7FFFFFFF) < 0x7F800000
 
 
 def _bfloat16_bits(key: Tensor) -> Tensor:

@@ -7,6 +7,10 @@ small one: the gradient of a layer had a cosine of 0.5 with the exact one. Rows 
 multiple of 32 have groups of their own (plans.py). Any others have groups as elements lie, and a
 scale each: four bytes a row, and one reduction over the elements before they are packed.
 
+A convolution of channels by themselves adds up each of them, and where they lie together in memory
+it is columns that a norm behind it makes count alike. These are packed as roots, too: beside
+some of 100 times their scale the gradient of a weight had a cosine of 0.8.
+
 Roots, as of powers: whatever reads a row, its elements are packed once. Pure but for the scales
 that a Scaled holds; any thread.
 """
@@ -26,7 +30,7 @@ from vramx.kernels.launch import Function
 _LEAST_BYTES = 16
 _SCALE_BYTES = 4
 _MOST_OF_ROWS = 3  # dimensions
-CONVOLUTIONS = frozenset({"conv2d", "conv3d", "convolution"})
+CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution"})
 _LIMITS = torch.finfo(torch.float32)
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 
@@ -67,6 +71,25 @@ def is_of_pixels(operation: Operation) -> bool:
     return weight is not None and all(n == 1 for n in weight.shape[2:])
 
 
+def reads_columns(tensor: Tensor, operation: Operation) -> bool:
+    """Tell whether a convolution reads channels by themselves that lie together in memory.
+
+    Example:
+        >>> x, weight = torch.zeros(2, 5, 3), torch.zeros(3, 1, 4)
+        >>> [
+        ...     reads_columns(each, Operation("conv1d", (each, weight), {"groups": 3}))
+        ...     for each in (x.transpose(1, 2), x.transpose(1, 2).contiguous())
+        ... ]
+        [True, False]
+    """
+    if operation.name not in CONVOLUTIONS or operation.custom:
+        return False
+    weight = operation.argument(1)
+    if weight is None or weight.dim() != tensor.dim() or weight.shape[1] != 1:
+        return False
+    return tensor.shape[1] == weight.shape[0] > 1 and tensor.stride(1) == 1
+
+
 def row_length(tensor: Tensor) -> int:
     """Return how many elements a row has, those of the dimension next in memory; 0: it is one row.
 
@@ -100,7 +123,7 @@ class Scaled:
 
     Args:
         factors: fp32 [rows], what a row is multiplied by: the reciprocal of that; one that is no
-            positive normal number counts as 1 (of zeros, and of what is not finite).
+            positive normal number counts as 1 (of zeros and infinities); NaN makes its row NaN.
     """
 
     __slots__ = ("_factors", "function")
@@ -129,8 +152,8 @@ class Scaled:
 
     def _usable(self) -> Tensor:
         factors = self._factors
-        usable = (factors >= _LIMITS.tiny) & (factors <= _LIMITS.max)
-        return torch.where(usable, factors, 1.0)[:, None]
+        useless = (factors < _LIMITS.tiny) | (factors > _LIMITS.max)
+        return torch.where(useless, 1.0, factors)[:, None]
 
 
 def scaled(elements: Tensor, length: int) -> Scaled:

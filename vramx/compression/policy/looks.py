@@ -27,7 +27,7 @@ from vramx.compression.codec.roots import (
     is_of_products,
     is_power,
 )
-from vramx.compression.codec.rows import CONVOLUTIONS, is_of_pixels
+from vramx.compression.codec.rows import CONVOLUTIONS, is_of_pixels, reads_columns
 from vramx.compression.policy.calls import MAY_BE_COPY, Operation
 from vramx.compression.policy.columns import LAYERS, undoes_columns
 from vramx.compression.policy.exactness import FACTORS
@@ -98,7 +98,7 @@ def of_tensor(
     if operation.name in LAYERS:
         key = key, undoes_columns(operation)
     if operation.name in CONVOLUTIONS:
-        key = key, is_of_pixels(operation)
+        key = key, is_of_pixels(operation), reads_columns(tensor, operation)
     return key, storage
 
 

@@ -20,6 +20,7 @@ from vramx.compression.codec.geometry import Geometry, covered_elements, describ
 from vramx.compression.codec.mapping import (
     ANGLES,
     BOUNDED,
+    ENDS,
     SIGN,
     Mapping,
     Within,
@@ -35,7 +36,13 @@ from vramx.compression.codec.roots import (
     is_power,
     is_product,
 )
-from vramx.compression.codec.rows import is_too_short, pixel_length, shared_row
+from vramx.compression.codec.rows import (
+    CONVOLUTIONS,
+    is_too_short,
+    pixel_length,
+    reads_columns,
+    shared_row,
+)
 from vramx.compression.config import (
     GROUP_SIZES,
     LEAST_OF_ROWS,
@@ -53,7 +60,7 @@ from vramx.compression.policy.policy import EXAMINED, OWNED, WHEREVER, Choice, S
 _MOST_CALLS = 1024
 _MOST_TENSORS = 256
 # Operations whose arguments are packed as functions of them.
-_MAPPED = MAYBE_POWERS | SUMMED | BOUNDED
+_MAPPED = MAYBE_POWERS | SUMMED | BOUNDED | CONVOLUTIONS
 _numbers: dict[Hashable, int] = {}  # of formats
 
 
@@ -261,10 +268,11 @@ def _mapping(tensor: torch.Tensor, operation: Operation, format: Format) -> Mapp
     if type(tensor.grad_fn).__name__ in ANGLES:
         function = function_of(tensor, operation)
         if function:
-            return ANGLES[function]
+            return (ENDS if format.bits == 8 else ANGLES)[function]
     if operation.name not in _MAPPED:
         return None
-    # A product's factor too, where roots cost little: what follows may leave only small products.
+    # A product's factor too, where roots cost little: what follows may leave only small products,
+    # or what small columns give.
     if is_power(operation) or (format.bits == 8 and _is_factor(tensor, operation)):
         return ROOT
     bound = _bound(tensor, operation)
@@ -272,7 +280,8 @@ def _mapping(tensor: torch.Tensor, operation: Operation, format: Format) -> Mapp
 
 
 def _is_factor(tensor: torch.Tensor, operation: Operation) -> bool:
-    return is_product(operation) or is_of_products(tensor, operation)
+    is_factor = is_product(operation) or is_of_products(tensor, operation)
+    return is_factor or reads_columns(tensor, operation)
 
 
 def _bound(tensor: torch.Tensor, operation: Operation) -> int:
