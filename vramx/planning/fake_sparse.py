@@ -45,6 +45,20 @@ def _made(like: Tensor, indices: Tensor, values: Tensor, is_coalesced: bool = Fa
     )
 
 
+def sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """Return a tensor of given elements that is as sparse as another, and a parameter if that is.
+
+    Example:
+        >>> x = torch.eye(2).to_sparse()
+        >>> sparse_like(x, x._indices(), x._values() * 2).is_coalesced()
+        True
+    """
+    made = _made(tensor, indices, values, tensor.is_coalesced())
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
 def _clone(x: Tensor) -> Tensor:
     indices, values = x._indices(), x._values()
     if torch._C._current_graph_task_id() == -1:

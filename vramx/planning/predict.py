@@ -24,6 +24,7 @@ from vramx.errors import InvalidValueError, UntraceableError, VramxError, refuse
 from vramx.memory.replay import POLICIES, check_policies, replay
 from vramx.planning.blocks import find_blocks
 from vramx.planning.fake_gpu import GPU, FakeGpu
+from vramx.planning.fake_sparse import is_sparse, sparse_like
 from vramx.planning.prediction import AS_IT_IS, PredictedRow, Prediction
 from vramx.planning.program import check_ran, check_step, device_type_of, found_in, is_on_the_host
 from vramx.planning.program_copy import Copied
@@ -255,6 +256,12 @@ def _copied(gpu: FakeGpu, recording: Recording, on_host: bool, *values: Any) -> 
 
 def _fake(gpu: FakeGpu, recording: Recording, tensor: Tensor, on_host: bool) -> Tensor:
     """Return what stands for a tensor of the program: on the GPU, or where the program puts it."""
+    if is_sparse(tensor):
+        parts = [
+            _fake(gpu, recording, part, on_host) for part in (tensor._indices(), tensor._values())
+        ]
+        with gpu.mode, torch.enable_grad():
+            return sparse_like(tensor, *parts)
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         raise UntraceableError(
             f"a tensor of layout {tensor.layout} cannot be made without data; accepted are strided "
