@@ -194,6 +194,18 @@ def test_a_sparse_matrix_of_known_places_is_counted(made_before: bool) -> None:
     assert predicted - there == pytest.approx(taken_bytes(step), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "product", [torch.mm, torch.sparse.mm, torch.matmul, lambda a, x: torch.mm(a.t(), x)]
+)
+def test_a_product_with_a_sparse_matrix_is_predicted_on_a_gpu(product: Any) -> None:
+    edges, linear, x = torch.eye(200).to_sparse(), nn.Linear(ENTRIES, 64), torch.ones(200, ENTRIES)
+
+    def step() -> None:
+        product(edges, linear(x)).sum().backward()
+
+    assert peak(step, steps=1) == peak(step, device="cpu", steps=1)
+
+
 def test_a_sparse_buffer_that_no_step_reads_is_counted_alone() -> None:
     """As Whisper has, of the heads that align."""
     model = nn.Linear(8, 8)

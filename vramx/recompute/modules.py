@@ -79,7 +79,7 @@ class Recomputing(Change):
         return f"recomputed, input {form}{' on the host' if offload else ''}"
 
     def effect(self) -> str:
-        if not self._stats.tensors or self.settings.compression is None:
+        if not self._stats.saved_bytes or self.settings.compression is None:
             return ""
         parts = str(self._stats).split("; ")
         return "; ".join(part for part in parts if part.startswith(("saved", "kept")))
