@@ -81,8 +81,7 @@ class Recomputing(Change):
     def effect(self) -> str:
         if not self._stats.saved_bytes or self.settings.compression is None:
             return ""
-        parts = str(self._stats).split("; ")
-        return "; ".join(part for part in parts if part.startswith(("saved", "kept")))
+        return self._stats.brief(reasons=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Recomputing, (self.settings,)  # a copy has counts of its own
