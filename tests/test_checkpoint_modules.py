@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_tools import SMALL, WIDTH, Block, Packs, activation, cosine, gradients, packs, seeds
+from checkpoint_tools import (
+    SMALL,
+    WIDTH,
+    Block,
+    Packs,
+    activation,
+    cosine,
+    gradients,
+    packs,
+    quiet,
+    seeds,
+)
 from torch import nn
 
 import vramx
@@ -14,7 +25,7 @@ from vramx.errors import InvalidValueError
 from vramx.patch.module import find
 from vramx.recompute.modules import Recomputing
 
-__all__ = ["packs", "seeds"]
+__all__ = ["packs", "quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds")
 
 
@@ -116,3 +127,24 @@ def test_a_trace_is_of_what_a_checkpoint_runs(level: Any) -> None:
     traced = torch.jit.trace(net, x)
     assert torch.equal(traced(x), expected)
     assert str(traced.inlined_graph).count("aten::") == 3
+
+
+class Scores(nn.Module):
+    """What reads its input needs it exactly."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.softmax(-1) * 2
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_report_says_what_is_kept_of_inputs_and_why_they_are_not_packed() -> None:
+    rough = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), rough, Scores())
+    vramx.checkpoint_modules(model, where=lambda m: m in (model[1], rough, model[3]), level=SMALL)
+    gradients(model, model)
+    smooth, relu, scores = (row.effect for row in vramx.report(model).rows)
+    assert "kept" not in smooth
+    assert "-> " in smooth
+    assert "(1.00x)" not in smooth
+    assert "(1.00x); kept: aten::relu 8.00 KiB" in relu
+    assert "(1.00x); kept: needed exactly 8.00 KiB" in scores

@@ -206,3 +206,10 @@ def test_in_eval_an_enclosing_context_still_packs() -> None:
     context = vramx.compress(min_bytes=0)
     gradient(module, input_of(4, 16, 64), context)
     assert context.stats.packed.tensors > 0
+
+
+def test_a_report_says_why_where_nothing_is_packed() -> None:
+    layer = vramx.compressed_activations(nn.Linear(8, 8).double(), min_bytes=0)
+    layer(torch.ones(4, 8, dtype=torch.double, requires_grad=True) * 2)
+    (row,) = vramx.report(layer).rows
+    assert row.effect == "saved 256 B -> 256 B (1.00x); kept: dtype 256 B"

@@ -206,6 +206,16 @@ def test_what_is_held_by_reference_is_not_packed_beside_it() -> None:
     del y
 
 
+def test_what_is_kept_stands_for_what_was_packed_of_it_before() -> None:
+    # As the states of a scan: a product packs each, and then the next step keeps it.
+    layer, x = nn.Linear(64, 64, bias=False), torch.rand(256, 64, requires_grad=True) + 1
+    with compress(min_bytes=0) as stats:
+        y = layer(x).sum() + x.log().sum()
+    assert stats.kept_bytes == stats.saved_bytes == x.nbytes
+    found, exact = (torch.autograd.grad(z, layer.weight)[0] for z in (y, layer(x).sum()))
+    assert torch.equal(found, exact)
+
+
 @pytest.mark.parametrize("dtype", [torch.long, torch.float32])
 def test_an_expanded_tensor_counts_for_the_memory_that_it_covers(dtype: torch.dtype) -> None:
     x = input_of(64, 60)

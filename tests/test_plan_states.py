@@ -72,6 +72,31 @@ def test_what_a_step_takes_later_or_at_first_or_of_all_parameters_counts(make: A
     assert max(taken) <= cost.step_bytes <= 1.01 * max(taken)
 
 
+def test_a_compiled_step_is_measured_and_is_compiled_afterwards() -> None:
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @partial(torch.compile, backend=backend, fullgraph=True)
+    def change(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        weight.sub_(gradient * 1e-3)
+
+    class Compiled(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for weight in self.param_groups[0]["params"]:
+                change(weight, weight.grad)
+
+    model = nn.Linear(32, 32, bias=False)
+    optimizer = Compiled(model.parameters())
+    assert cost_of(optimizer, HostMeter(model)).step_bytes == model.weight.nbytes
+    give_gradients(model)
+    optimizer.step()
+    assert len(graphs) == 1
+
+
 def test_states_of_frozen_parameters_are_none() -> None:
     model = Stack(2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

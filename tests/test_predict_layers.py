@@ -175,24 +175,48 @@ def test_a_sparse_tensor_that_is_taken_for_empty_is_told_of() -> None:
     assert assumes(prediction, "is taken for empty")
 
 
-def test_a_sparse_matrix_that_a_step_makes_of_known_places_is_counted() -> None:
+@pytest.mark.parametrize("made_before", [False, True])
+def test_a_sparse_matrix_of_known_places_is_counted(made_before: bool) -> None:
     """As the adjacency of a graph; it is small enough for its values to be known.
 
     The kernel's own copy of the edges in order is not seen.
     """
     places, linear = torch.randint(0, 200, (2, 8000)), nn.Linear(ENTRIES, 4096)
-    x = torch.randn(200, ENTRIES)
+    x, values = torch.randn(200, ENTRIES), torch.ones(8000)
+    given = torch.sparse_coo_tensor(places, values, (200, 200)) if made_before else None
 
     def step() -> None:
-        edges = torch.sparse_coo_tensor(places, torch.ones(8000), (200, 200))
+        edges = torch.sparse_coo_tensor(places, values, (200, 200)) if given is None else given
         (edges @ linear(x)).square().sum().backward()
 
-    there = sum(each.nbytes for each in (places, x, *linear.parameters()))
+    there = sum(each.nbytes for each in (places, values, x, *linear.parameters()))
     predicted = peak(step, device="cpu", steps=1)
     assert predicted - there == pytest.approx(taken_bytes(step), rel=0.05)
 
 
-@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+@pytest.mark.parametrize(
+    "product", [torch.mm, torch.sparse.mm, torch.matmul, lambda a, x: torch.mm(a.t(), x)]
+)
+def test_a_product_with_a_sparse_matrix_is_predicted_on_a_gpu(product: Any) -> None:
+    edges, linear, x = torch.eye(200).to_sparse(), nn.Linear(ENTRIES, 64), torch.ones(200, ENTRIES)
+
+    def step() -> None:
+        product(edges, linear(x)).sum().backward()
+
+    assert peak(step, steps=1) == peak(step, device="cpu", steps=1)
+
+
+def test_a_sparse_buffer_that_no_step_reads_is_counted_alone() -> None:
+    """As Whisper has, of the heads that align."""
+    model = nn.Linear(8, 8)
+    model.register_buffer("heads", torch.eye(8).to_sparse())
+    without = nn.Linear(8, 8)
+    x = torch.ones(4, 8)
+    elements = model.heads.indices().nbytes + model.heads.values().nbytes
+    assert peak(model, x, steps=1) == peak(without, x, steps=1) + elements
+
+
+@pytest.mark.parametrize("layout", ["to_sparse_csr", "to_sparse_csc"])
 def test_a_sparse_tensor_of_the_program_is_said_to_be_one(layout: str) -> None:
     matrix, x = getattr(torch.eye(8), layout)(), torch.ones(8, 8, requires_grad=True)
     with pytest.raises(UntraceableError, match="accepted are strided tensors"):

@@ -30,6 +30,21 @@ def reads_a_size(x: Tensor) -> Tensor:
     return x[: int(x.argmax().item())]
 
 
+def reads_sizes(x: Tensor) -> Tensor:
+    return x.view(*(4 * 4 // (x[0, :2].long().cpu().numpy() + 1)))
+
+
+class Scripted(torch.jit.ScriptModule):
+    """A module whose forward is Python, and calls what is compiled."""
+
+    @torch.jit.script_method
+    def part(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
 def counts(x: Tensor) -> Tensor:
     return torch.bincount(x.long())
 
@@ -47,6 +62,8 @@ def counts(x: Tensor) -> Tensor:
             "pickled.* has no data; leave it out of",
         ),
         (lambda x: x.numpy(), r"no numpy\(\); call detach\(\).cpu\(\) before it"),
+        (reads_sizes, r"invalid.*assumed: arrays .* by numpy\(\) \(test_predict_refused.py:\d+\)"),
+        (nn.Sequential(Scripted()).forward, "what torch.jit has compiled"),
         (counts, "aten.bincount.*cannot run without data"),
         (no_fake, "vramx_tests::no_fake"),
         (lambda x: x @ x[:3], "the step fails without data"),

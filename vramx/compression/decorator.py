@@ -110,7 +110,9 @@ class Packing(Change):
         return f"packed in {options.level}{' on the host' if options.offload else ''}"
 
     def effect(self) -> str:
-        return str(self.context.stats).split(";")[0] if self.was_called else "never called"
+        stats = self.context.stats
+        # Where nothing is packed it is said why.
+        return stats.brief(reasons=not stats.packed.tensors) if self.was_called else "never called"
 
     def watch(self, module: nn.Module) -> None:
         """Warn if the module learns without a call of its forward, at its first gradient."""

@@ -65,11 +65,16 @@ class Keeper:
         # A compiled graph saves at its end, while all its memory is there: copies come on top.
         is_fixed = operation.custom and (reason == policy.UNKNOWN or not can_spread(tensor))
         if is_fixed or range_bytes + beside_bytes >= _MOST * storage.nbytes():
-            packed = self._is_packed(tensor, geometry, storage)
+            packed = self._packed(tensor, geometry, storage)
             reference = Reference(tensor)
             self._table.add(id(storage), storage, reference)
             kept_bytes = nbytes + beside_bytes
-            self._stats.record(name, reason, 0 if packed else kept_bytes, kept_bytes)
+            seen_bytes = 0 if packed else kept_bytes
+            for holding in packed if geometry.whole else ():  # of others it would be a copy
+                if holding.format is not None:
+                    kept_bytes -= holding.payload.nbytes
+                    holding.keep(flat(tensor, geometry))
+            self._stats.record(name, reason, seen_bytes, kept_bytes)
             return reference
         key = range_key(tensor, geometry, storage, outlive(tensor))
         holding = self._table.find(key, storage)
@@ -111,13 +116,17 @@ class Keeper:
                 found.setdefault(int(each.storage_offset()), covered_bytes(each))
         return found
 
-    def _is_packed(
+    def _packed(
         self, tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage
-    ) -> bool:
-        """Tell whether the data is packed already: torch would have held it once."""
+    ) -> list[Holding]:
+        """Return what was packed of the same data, which torch would have held once.
+
+        The state of a scan is: a product of the step packs it, and the next step keeps it.
+        """
         stream = current_stream(tensor)
         keys = [
             range_key(tensor, geometry, storage, (number, stream))
             for number in self._planner.numbers
         ]
-        return any(self._table.find(key, storage) is not None for key in keys)
+        found = [self._table.find(key, storage) for key in keys]
+        return [each for each in found if each is not None]

@@ -215,20 +215,32 @@ class CompressionStats:
     def __str__(self) -> str:
         everything = self.saved_bytes + self.shared_bytes
         share = 100 * self.shared_bytes / everything if everything else 0.0
-        parts = [
-            f"saved {format_size(self.saved_bytes)} -> {format_size(self.kept_bytes)} "
-            f"({self.ratio:.2f}x)",
-            f"{share:.0f} % shared",
-        ]
+        parts = [self._saved(), f"{share:.0f} % shared", *self._kept()]
+        parts.append(f"params {format_size(self.kept.get('parameter', Tally()).seen_bytes)}")
+        return "; ".join(parts)
+
+    def brief(self, *, reasons: bool) -> str:
+        """Return what was saved and is kept, and with `reasons` why some is as it is.
+
+        Example:
+            >>> stats = CompressionStats()
+            >>> stats.record("linear", "dtype", 200, 200)
+            >>> stats.brief(reasons=True)
+            'saved 200 B -> 200 B (1.00x); kept: dtype 200 B'
+        """
+        return "; ".join([self._saved(), *(self._kept() if reasons else ())])
+
+    def _saved(self) -> str:
+        saved, kept = format_size(self.saved_bytes), format_size(self.kept_bytes)
+        return f"saved {saved} -> {kept} ({self.ratio:.2f}x)"
+
+    def _kept(self) -> list[str]:
         kept = [
             f"{reason} {format_size(tally.kept_bytes)}"
             for reason, tally in self._kept_by_size()
             if reason not in _NOT_COUNTED and tally.kept_bytes
         ]
-        if kept:
-            parts.append("kept: " + ", ".join(kept))
-        parts.append(f"params {format_size(self.kept.get('parameter', Tally()).seen_bytes)}")
-        return "; ".join(parts)
+        return ["kept: " + ", ".join(kept)] if kept else []
 
     def table(self) -> str:
         """Return the counts by operation and by reason as lines of text.

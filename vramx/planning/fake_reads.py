@@ -25,7 +25,7 @@ from vramx.planning.fake_values import forget_value, real, value_of
 Assume = Callable[[str], None]
 _FLOATS = "floats of the GPU that the step reads, as by item(), are taken for 0.0"
 _COUNTS = "integers that the step reads and only computes with, as for a metric, are taken for 0"
-_ARRAYS = "arrays that the step reads, as by numpy(), are taken for zeros"
+_ARRAYS = "arrays that the step reads by numpy(){} are taken for zeros"
 
 
 def read_value(tensor: Tensor, assume: Assume) -> Any:
@@ -134,7 +134,7 @@ def _array(tensor: Tensor, assume: Assume) -> Any:
     if known is not None:
         with real():
             return known.clone().numpy()
-    assume(_ARRAYS)
+    assume(_ARRAYS.format(_place()))
     return np.zeros(tuple(tensor.shape), _NUMPY[tensor.dtype])  # pages that nobody writes
 
 

@@ -1,7 +1,8 @@
 """Sparse tensors without data: with as many elements as theirs may have.
 
 What torch itself computes of them without data has no elements, or no kernel: here are the
-operations of gradients of embeddings, and of the optimizers that take these. Pure; any thread.
+operations of gradients of embeddings, of the optimizers that take these, and of products with the
+adjacency of a graph. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 Assume = Callable[[str], None]
 _aten = torch.ops.aten
+_MATRIX = 2  # dimensions
 
 
 def sparse_result(func: Any, args: Any, assume: Assume) -> Any:
@@ -43,6 +45,20 @@ def _made(like: Tensor, indices: Tensor, values: Tensor, is_coalesced: bool = Fa
     return torch.sparse_coo_tensor(
         indices, values, like.shape, is_coalesced=is_coalesced, check_invariants=False
     )
+
+
+def sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """Return a tensor of given elements that is as sparse as another, and a parameter if that is.
+
+    Example:
+        >>> x = torch.eye(2).to_sparse()
+        >>> sparse_like(x, x._indices(), x._values() * 2).is_coalesced()
+        True
+    """
+    made = _made(tensor, indices, values, tensor.is_coalesced())
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _clone(x: Tensor) -> Tensor:
@@ -77,6 +93,24 @@ def _added(x: Tensor, y: Any) -> Any:
     return _aten.copy_sparse_to_sparse_.default(x, _add(x, y)) if is_sparse(x) else x
 
 
+def _swapped(x: Tensor, *dims: int) -> Any:
+    """Return the transpose of a matrix, which torch makes of a copy."""
+    if x.dim() != _MATRIX or x.dense_dim() or dims in ((0, 0), (1, 1)):
+        return NotImplemented
+    size, elements = x.shape[::-1], (x._indices().clone(), x._values().clone())
+    return torch.sparse_coo_tensor(*elements, size, is_coalesced=False, check_invariants=False)
+
+
+def _product(x: Tensor, y: Tensor) -> Any:
+    if (is_sparse(x) and is_sparse(y)) or x.shape[1] != y.shape[0]:
+        return NotImplemented  # of unknown elements, or torch's own error
+    return (y if is_sparse(x) else x).new_empty((x.shape[0], y.shape[1]))
+
+
+def _product_added(_x: Tensor, y: Tensor, z: Tensor) -> Any:
+    return _product(y, z)
+
+
 _RESULTS: dict[Any, Callable[..., Any]] = {
     _aten.clone.default: _clone,
     _aten.detach.default: _detach,
@@ -84,4 +118,9 @@ _RESULTS: dict[Any, Callable[..., Any]] = {
     _aten.sparse_mask.default: _mask,
     _aten.add.Tensor: _add,
     _aten.add_.Tensor: _added,
+    _aten.t.default: _swapped,
+    _aten.transpose.int: _swapped,
+    _aten.mm.default: _product,
+    _aten.addmm.default: _product_added,
+    _aten._sparse_addmm.default: _product_added,
 }

@@ -24,6 +24,7 @@ from vramx.errors import InvalidValueError, UntraceableError, VramxError, refuse
 from vramx.memory.replay import POLICIES, check_policies, replay
 from vramx.planning.blocks import find_blocks
 from vramx.planning.fake_gpu import GPU, FakeGpu
+from vramx.planning.fake_sparse import is_sparse, sparse_like
 from vramx.planning.prediction import AS_IT_IS, PredictedRow, Prediction
 from vramx.planning.program import check_ran, check_step, device_type_of, found_in, is_on_the_host
 from vramx.planning.program_copy import Copied
@@ -51,8 +52,10 @@ _ON_THE_HOST = (
     "make it before the step, or on the device of the model's parameters"
 )
 _PICKLED = "what is pickled, as into a file, has no data; leave it out of the step"
+_SCRIPTED = "what torch.jit has compiled cannot run without data"
 _NOT_FOLLOWED = {
-    "the TorchScript interpreter": "what torch.jit has compiled cannot run without data",
+    "the TorchScript interpreter": _SCRIPTED,
+    "RecursiveScriptModule": _SCRIPTED,  # a copy of it has none of its methods
     "shape_env must not be None": "nested tensors cannot be made without data",
     "Can't pickle": _PICKLED,  # as releases of Python say it
     "Can't get local object": _PICKLED,
@@ -161,7 +164,7 @@ def predict_made(function: Callable[[], Any], **options: Any) -> Prediction:
     with gpu.guarded():
         on_host = is_on_the_host(found_in(function))
         copied = _copied(gpu, recording, on_host, function)
-        with _Named(recording), gpu.entered():
+        with _Named(recording, gpu), gpu.entered():
             made = copied.values[0]()
     if isinstance(made, tuple) and made and isinstance(made[0], nn.Module):
         model, *rest = made
@@ -193,7 +196,7 @@ class _Tracer:
             except InvalidValueError as error:
                 return PredictedRow(name, {}, why_not=str(error))
             before = recording.storages.live_bytes
-            with _Named(recording), gpu.entered(), recording.running(copied.found.models):
+            with _Named(recording, gpu), gpu.entered(), recording.running(copied.found.models):
                 copied.take_states_over()
                 step = self._program.run(*copied.values)
                 copied.let_go()
@@ -259,6 +262,12 @@ def _copied(gpu: FakeGpu, recording: Recording, on_host: bool, *values: Any) -> 
 
 def _fake(gpu: FakeGpu, recording: Recording, tensor: Tensor, on_host: bool) -> Tensor:
     """Return what stands for a tensor of the program: on the GPU, or where the program puts it."""
+    if is_sparse(tensor):
+        parts = [
+            _fake(gpu, recording, part, on_host) for part in (tensor._indices(), tensor._values())
+        ]
+        with gpu.mode, torch.enable_grad():
+            return sparse_like(tensor, *parts)
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         raise UntraceableError(
             f"a tensor of layout {tensor.layout} cannot be made without data; accepted are strided "
@@ -271,22 +280,25 @@ def _fake(gpu: FakeGpu, recording: Recording, tensor: Tensor, on_host: bool) -> 
 
 
 class _Named:
-    """Turns what goes wrong without data into one error that names the operation and the module.
+    """Turns what goes wrong without data into one error that names the operation and the module,
+    and what was assumed by then.
 
     No generator, which would have the tensors of the step wait for the collector.
     """
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, gpu: FakeGpu) -> None:
         self._recording = recording
+        self._gpu = gpu
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, VramxError):
-            raise _untraceable(error, self._recording.now()) from error
+            assumed = "".join(f"; assumed: {each}" for each in self._gpu.assumptions)
+            raise _untraceable(error, self._recording.now(), assumed) from error
 
 
-def _untraceable(error: Exception, place: Place) -> UntraceableError:
+def _untraceable(error: Exception, place: Place, assumed: str) -> UntraceableError:
     cause: Any = error
     while not isinstance(cause, _UNSEEN) and cause.__cause__ is not None:
         cause = cause.__cause__
@@ -303,5 +315,5 @@ def _untraceable(error: Exception, place: Place) -> UntraceableError:
     if _NO_ACCELERATOR in text:
         text += _TRANSFORMED
     return UntraceableError(
-        f"the step fails without data, in {place}: {type(error).__name__}: {text}"
+        f"the step fails without data, in {place}: {type(error).__name__}: {text}{assumed}"
     )

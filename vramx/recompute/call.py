@@ -27,6 +27,7 @@ from vramx.compression import enclosing
 from vramx.compression.asked import options_of
 from vramx.compression.config import Compression
 from vramx.compression.notices import explain
+from vramx.compression.stats import CompressionStats
 from vramx.errors import InvalidValueError, refused
 from vramx.recompute import again
 from vramx.recompute.inputs import Inputs
@@ -160,8 +161,10 @@ def _options_of_word(level: str) -> Compression:
 
 
 def run(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
-) -> Any:
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings,
+    stats: CompressionStats | None = None,
+) -> Any:  # fmt: skip
+    """Make a call; what is kept of its inputs is counted in `stats`."""
     # While it traces, dynamo must meet torch's own function first: that one it knows.
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and torch._C._get_tracing_state() is not None:
@@ -175,7 +178,7 @@ def run(
     leaves, structure = flatten((args, kwargs))
     draws_again = settings.torch_options.get("preserve_rng_state", True)
     if not settings.torch_options and again.serves(leaves):
-        inputs = Inputs(settings.compression, settings.offload)
+        inputs = Inputs(settings.compression, settings.offload, stats)
         region = Region(function, structure, (args, kwargs), inputs, vouched=settings.vouched)
         result = again.run(region, region.leaves_of(leaves), inputs)
         inputs.settle(region.verdict)
@@ -183,7 +186,7 @@ def run(
     if not _keeps_inputs(settings):
         region = Region(function, structure, (args, kwargs), None, preserve_rng_state=draws_again)
         return _run_by_torch(region, leaves, settings)
-    inputs = Inputs(settings.compression, settings.offload)
+    inputs = Inputs(settings.compression, settings.offload, stats)
     region = Region(
         function, structure, (args, kwargs), inputs, vouched=settings.vouched,
         preserve_rng_state=draws_again,

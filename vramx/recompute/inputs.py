@@ -18,14 +18,24 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from vramx.compression.codec import random
 from vramx.compression.codec.codec import Packed, pack, unpack
-from vramx.compression.codec.geometry import Geometry, can_spread, describe, flat, restore, spread
+from vramx.compression.codec.geometry import (
+    Geometry,
+    can_spread,
+    covered_bytes,
+    describe,
+    flat,
+    restore,
+    spread,
+)
 from vramx.compression.codec.mapping import Mapping
+from vramx.compression.codec.normalised import Normal
 from vramx.compression.codec.roots import ROOT
 from vramx.compression.config import KEEP, Compression
 from vramx.compression.lifetime import outlive
 from vramx.compression.offload import offload
-from vramx.compression.policy.policy import SavePolicy
+from vramx.compression.policy.policy import LAYOUT, SavePolicy
 from vramx.compression.saved import Reference
+from vramx.compression.stats import CompressionStats
 from vramx.errors import ModifiedInPlaceError
 from vramx.recompute.norms import Norm, Places, has_short_rows, of_places, of_rows
 from vramx.recompute.verdicts import Verdict
@@ -37,6 +47,7 @@ class _Saved(NamedTuple):
     held: Packed | offload.Moved | offload.MovedExactly
     geometry: Geometry
     stride: tuple[int, ...]
+    packed_bytes: int = 0  # and of statistics beside it; 0: it is not packed
 
     def open(self) -> Tensor:
         """Return it with its strides, holes included: by them operations choose how they run."""
@@ -67,10 +78,11 @@ class _Argument(Reference):
 class _Slot:
     """What the graph holds for an input: exactly what it is, until it is known how to keep it."""
 
-    __slots__ = ("__weakref__", "held")
+    __slots__ = ("__weakref__", "held", "nbytes")
 
     def __init__(self, tensor: Tensor) -> None:
         self.held: Reference | _Saved = _Argument(tensor)
+        self.nbytes = covered_bytes(tensor)
 
     def open(self) -> Tensor:
         return self.held.open()
@@ -97,6 +109,16 @@ class _Slot:
         if compression is None and share is None:
             return
         self.held = _save(tensor, compression, share, mapping) or self.held
+
+    def count(self, stats: CompressionStats, reason: str) -> None:
+        """Count it; the reason is why it is kept, where it is."""
+        packed_bytes = self.held.packed_bytes if isinstance(self.held, _Saved) else 0
+        reason = "" if packed_bytes else reason
+        stats.record(_COUNTED, reason, self.nbytes, packed_bytes or self.nbytes)
+
+
+# What an input is counted as, and why one is kept that is not of a rough region.
+_COUNTED, _EXACT = "input of a region", "needed exactly"
 
 
 def _is_kept(tensor: Tensor, number: int, verdict: Verdict) -> bool:
@@ -128,11 +150,18 @@ class Inputs:
         compression: the format, and the options that decide what is packed; None keeps the values
             exact, and moves to the host what else would be packed.
         share: "cpu" or the fraction of the bytes that moves to the host; None: nothing does.
+        stats: where to count.
     """
 
-    def __init__(self, compression: Compression | None, share: str | float | None) -> None:
+    def __init__(
+        self,
+        compression: Compression | None,
+        share: str | float | None,
+        stats: CompressionStats | None = None,
+    ) -> None:
         self._compression = compression
         self._share = share
+        self._stats = stats
         self._rules = _rules(compression)
         # One tensor may be several arguments.
         self._slots: dict[int, _Slot] = {}
@@ -158,9 +187,13 @@ class Inputs:
         """Return what is kept of an input."""
         nothing = self._compression is None and self._share is None
         # What needs no gradient is an index, a mask or data that its owner holds anyway.
-        if nothing or not tensor.requires_grad or not self._rules.choose(tensor, None).bits:
+        if nothing or not tensor.requires_grad:
             return _Argument(tensor)
-        if not can_spread(tensor):
+        choice = self._rules.choose(tensor, None)
+        if not choice.bits or not can_spread(tensor):
+            if self._stats is not None:
+                nbytes = covered_bytes(tensor)
+                self._stats.record(_COUNTED, choice.reason or LAYOUT, nbytes, nbytes)
             return _Argument(tensor)
         slot = self._slots.get(id(tensor))
         if slot is None:
@@ -178,6 +211,9 @@ class Inputs:
         if compression is not None or self._share is not None:
             for number, slot in enumerate(self._slots.values()):
                 slot.settle(number, verdict, compression, self._share)
+        if self._stats is not None:
+            for slot in self._slots.values():
+                slot.count(self._stats, verdict.rough or _EXACT)
         # The graph keeps the hooks; it must not keep through them what it has let go.
         self._slots = {}
 
@@ -207,7 +243,8 @@ def _save(
     if compression.rounding == "stochastic":
         random.renew_on_replay(tensor.device)
     packed = pack(elements, compression.format(), None, mapping)
-    return _Saved(packed if share is None else offload.put(packed, share), geometry, stride)
+    nbytes = packed.nbytes + (mapping.nbytes if isinstance(mapping, Normal) else 0)
+    return _Saved(packed if share is None else offload.put(packed, share), geometry, stride, nbytes)
 
 
 def _open(held: Held) -> Tensor:

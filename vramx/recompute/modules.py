@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from vramx.compression.config import Compression
+from vramx.compression.stats import CompressionStats
 from vramx.errors import InvalidValueError, brief, refused
 from vramx.patch.change import Change
 from vramx.patch.function import check_runs_at_once
@@ -64,15 +65,26 @@ class Recomputing(Change):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._exact = replace(settings, compression=None)
+        self._stats = CompressionStats()  # of inputs that may be packed
 
     def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # What is asked of a module that is not training is a result, and not a step.
-        return run(forward, args, kwargs, self.settings if module.training else self._exact)
+        if not module.training:
+            return run(forward, args, kwargs, self._exact)
+        return run(forward, args, kwargs, self.settings, self._stats)
 
     def __str__(self) -> str:
         compression, offload = self.settings.compression, self.settings.offload
         form = "exact" if compression is None else f"in {compression.level}"
         return f"recomputed, input {form}{' on the host' if offload else ''}"
+
+    def effect(self) -> str:
+        if not self._stats.saved_bytes or self.settings.compression is None:
+            return ""
+        return self._stats.brief(reasons=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recomputing, (self.settings,)  # a copy has counts of its own
 
 
 def checkpoint_modules(

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.compression.codec.geometry import Geometry, describe, restore
+from vramx.compression.codec.geometry import Geometry, covered_bytes, describe, restore
 from vramx.compression.codec.roots import ROOT_OF_MOST
 from vramx.compression.policy.calls import Operation
 from vramx.compression.saved import Pending, Reference, Restored
@@ -72,6 +72,12 @@ class Normal:
         self._statistics = statistics
         self._geometry = geometry
         self.function = _function(statistics, geometry)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the statistics, which lie beside what is packed."""
+        mean, rstd, *_ = self._statistics
+        return covered_bytes(mean) + covered_bytes(rstd)
 
     def of(self, elements: Tensor) -> Tensor:
         mean, factor = self._factors()

@@ -192,7 +192,8 @@ class SavePolicy:
             or tensor.is_nested
             or tensor.is_neg()
         ):
-            return _unsupported(tensor)
+            reason = _unsupported(tensor)
+            return PARAMETER if reason == DTYPE and is_any_weight(tensor, operation) else reason
         if (
             not tensor.is_contiguous()
             and covered_elements(tensor) * dtype.itemsize < self.min_bytes
