@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 import vramx
 from vramx import errors
+from vramx.compression import enclosing
 from vramx.errors import ModifiedInPlaceError, RecomputationError, VramxWarning
 
 __all__ = ["quiet", "seeds"]
@@ -161,6 +163,7 @@ class Handled(nn.Module):
         return (x * 2).exp()
 
 
+@pytest.mark.skipif(not enclosing.is_told(), reason="torch's own checkpoint has its own error")
 @pytest.mark.filterwarnings("ignore::vramx.errors.VramxWarning")
 @pytest.mark.parametrize(
     ("shape", "saved"), [((4, WIDTH), "1 tensors.* 2"), ((WIDTH, 4), r"shape \[4, 64\]")]
@@ -339,6 +342,11 @@ def test_a_step_of_another_thread_is_not_taken_for_the_regions() -> None:
     assert torch.equal(weight.detach(), torch.full((WIDTH,), 0.5))
 
 
+def refused(said: str) -> AbstractContextManager[Any]:
+    """Where torch's own checkpoint recomputes, before torch 2.8, there is the warning alone."""
+    return pytest.raises(ModifiedInPlaceError, match=said) if enclosing.is_told() else nullcontext()
+
+
 @pytest.mark.parametrize("way", ["module", "closure", "recomputed block"])
 def test_parameters_that_were_written_into_and_are_saved_are_an_error(way: str) -> None:
     """As in torch where it has kept them; its checkpoint takes the gradient of another function."""
@@ -356,7 +364,7 @@ def test_parameters_that_were_written_into_and_are_saved_are_an_error(way: str) 
         parameter.mul_(2)
     with (
         pytest.warns(VramxWarning, match="ahead of backward"),
-        pytest.raises(ModifiedInPlaceError, match="take a step of an optimizer after backward"),
+        refused("take a step of an optimizer after backward"),
     ):
         y.sum().backward()
     call(x).sum().backward()
@@ -407,7 +415,7 @@ def test_a_target_that_moves_ahead_of_backward_is_told_of() -> None:
     net.update()
     with (
         pytest.warns(VramxWarning, match="write into them after backward"),
-        pytest.raises(ModifiedInPlaceError, match="was written into"),
+        refused("was written into"),
     ):
         loss.backward()
 
