@@ -103,8 +103,37 @@ def offloaded_activations(program: Program, draw: random.Random) -> None:
                 program.leave(stream, lag)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("run", [sharded_weights, offloaded_activations])
+def periodic(program: Program, draw: random.Random) -> None:
+    """Buffers of random producers, readers, sizes and lifetimes, the same in each step."""
+    streams = [MAIN, *[GATHER, OUT, BACK][: draw.randrange(1, 4)]]
+    lags = {stream: draw.randrange(8) for stream in streams}
+    slots = draw.randrange(8, 40)
+    buffers = []
+    for slot in (slot for slot in range(slots) for _ in range(draw.randrange(1, 4))):
+        by_main = draw.random() < 0.55
+        producer = MAIN if by_main else draw.choice(streams)
+        readers = [
+            each for each in streams if each != producer and draw.random() < 0.5 - 0.4 * by_main
+        ]
+        size = draw.choice([draw.randrange(8, 512), draw.randrange(128, 2048)]) * MIB
+        end = min(slot + draw.choice([0, 0, 0, 1, 1, 2, slots]), slots - 1)
+        buffers.append((slot, producer, readers, size, end))
+    for _ in range(12):
+        live: dict[int, list[int]] = defaultdict(list)
+        for slot in range(slots):
+            for _, producer, readers, size, end in (each for each in buffers if each[0] == slot):
+                live[end].append(program.take(size, producer))
+                for reader in readers:
+                    program.read(live[end][-1], reader)
+                program.work(MAIN)
+                for stream, lag in lags.items():
+                    program.leave(stream, lag)
+            for block in live.pop(slot, []):
+                program.free(block)
+
+
+@pytest.mark.parametrize("seed", range(8, 16))
+@pytest.mark.parametrize("run", [sharded_weights, offloaded_activations, periodic])
 def test_handed_over_buffers_hold_what_is_live_or_in_flight(
     run: Callable[[Program, random.Random], None], seed: int
 ) -> None:

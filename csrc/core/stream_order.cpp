@@ -127,9 +127,13 @@ bool StreamOrder::may_record(const State& state) const {
 
 StreamOrder::Pending StreamOrder::begin_mark(StreamIndex index) {
   State& state = streams_[index];
+  const bool is_large = state.uncovered >= kOwnGroup;
+  if (is_large) begin_group(state);
+  state.last = state.next++;
+  if (is_large) begin_group(state);
   state.has_uncovered = false;
   state.uncovered = {};
-  return {index, state.name, {state.next++, events_.take(state.name.device)}, false};
+  return {index, state.name, {state.last, events_.take(state.name.device)}, false};
 }
 
 // Without the lock, or with it where it cannot be let go.

@@ -159,13 +159,14 @@ class StreamOrder {
     Bytes uncovered{};           // about as many bytes of them
     std::uint64_t blocks = 0;    // that were allocated or recorded on it, since the second came
     std::uint64_t next = 1;      // number of the next mark
+    std::uint64_t last = 0;      // of the last one
     std::uint64_t over = 0;      // up to this number all is over
     std::uint64_t told = 0;      // what was over at the last note_told()
     std::deque<Mark> marks{};    // recorded and not known to be over, upwards
     std::vector<std::uint64_t> known{};  // by stream: the mark that its work comes behind
 
     // All that was freed on it is over.
-    bool is_quiet() const { return !has_uncovered && over + 1 >= next; }
+    bool is_quiet() const { return !has_uncovered && over >= last; }
   };
   // Everything that streams of one device had queued.
   struct DeviceMark {
@@ -200,6 +201,9 @@ class StreamOrder {
   static constexpr Bytes kMostUnmarked{32 << 20};
   static constexpr std::uint64_t kShareOfRoom = 4096;
   static constexpr Bytes kSmallest{4 << 10};
+  // What is freed in one mark and has as many bytes is a group of tags by itself: a buffer of that
+  // size is wanted by others as soon as it is over, and not when what lies beside it is.
+  static constexpr Bytes kOwnGroup{64 << 20};
   // A stream that has more is far behind: every second of them is enough then.
   static constexpr std::size_t kMostMarks = 1024;
   // Of streams that may have been destroyed. Where there are more of them, or they left more memory
@@ -223,6 +227,9 @@ class StreamOrder {
   StreamIndex enter(StreamName name, bool is_lasting);
   StreamIndex vacant_entry() const;
   void cover_now(StreamIndex index);
+  static void begin_group(State& state) {
+    state.next = (state.next + kTagGroup - 1) / kTagGroup * kTagGroup;
+  }
   bool may_record(const State& state) const;
   Pending begin_mark(StreamIndex index);
   void record(Pending& pending);

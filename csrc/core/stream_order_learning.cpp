@@ -118,7 +118,8 @@ std::vector<std::uint64_t> StreamOrder::close_numbers(int device) {
   for (StreamIndex index = 0; index < streams_.size(); ++index) {
     State& state = streams_[index];
     if (state.name.device != device) continue;
-    numbers[index] = state.has_uncovered ? state.next++ : state.next - 1;
+    if (state.has_uncovered) state.last = state.next++;
+    numbers[index] = state.last;
     state.has_uncovered = false;
     state.uncovered = {};
   }

@@ -32,7 +32,7 @@ class TagTable {
       return a.tag_stream == b.tag_stream || a.tag_stream == kNoId || b.tag_stream == kNoId;
     }
     return a.tag_stream == b.tag_stream &&
-           (a.tag_number >> kGroupShift) == (b.tag_number >> kGroupShift);
+           a.tag_number / kTagGroup == b.tag_number / kTagGroup;
   }
   // Whether memory that is over, or older on the same stream, may become one with what was freed
   // now. Then it waits longer than it need: no more of it than is freed, or all would in time.
@@ -78,10 +78,6 @@ class TagTable {
   }
 
  private:
-  // Marks of one group. With none, a stream's own memory is in as many pieces as it frees large
-  // blocks; with far more, others find it over later.
-  static constexpr int kGroupShift = 7;
-
   bool sets_are_alike(const FreeSpan& a, const FreeSpan& b) const;
 
   bool has_several_ = false;

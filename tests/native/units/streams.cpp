@@ -100,6 +100,15 @@ CHECK(Two, one_unit_less_is_not_marked) {
   EXPECT(record_count() == records && !order.has_marks(TagSet(tag), b));
 }
 
+// Others want a buffer of that size as soon as it is over.
+CHECK(Two, a_large_free_is_of_no_group_with_others) {
+  const auto group_of = [&](Bytes size) { return free(a, size).number / kTagGroup; };
+  const std::uint64_t small = group_of(kMarkedFree), large = group_of(64_MiB);
+  EXPECT(group_of(kMarkedFree) != large && small != large);
+  EXPECT(group_of(64_MiB) != group_of(64_MiB));
+  EXPECT(group_of(kMarkedFree) == group_of(kMarkedFree));
+}
+
 // As of the room that is left: a mark for each 4096th, of 1 to 32 MiB.
 CHECK(Two, the_more_room_the_fewer_frees_are_marked) {
   const auto marks_of = [&](Bytes room) {
