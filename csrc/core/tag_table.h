@@ -31,8 +31,7 @@ class TagTable {
     if (!is_apart_) {
       return a.tag_stream == b.tag_stream || a.tag_stream == kNoId || b.tag_stream == kNoId;
     }
-    return a.tag_stream == b.tag_stream &&
-           a.tag_number / kTagGroup == b.tag_number / kTagGroup;
+    return a.tag_stream == b.tag_stream && a.tag_number / kTagGroup == b.tag_number / kTagGroup;
   }
   // Whether memory that is over, or older on the same stream, may become one with what was freed
   // now. Then it waits longer than it need: no more of it than is freed, or all would in time.

@@ -58,8 +58,8 @@ struct Tag {
 };
 
 // Memory that a stream frees with tags of one group, of so many consecutive numbers, may be one
-// extent. With smaller ones its memory is in as many pieces as it frees blocks; with far larger ones
-// others find it over later.
+// extent. With smaller ones its memory is in as many pieces as it frees blocks; with far larger
+// ones others find it over later.
 constexpr std::uint64_t kTagGroup = 128;
 
 // What must have run before an extent is reused. Empty: nothing, it may be used on any stream.
