@@ -71,6 +71,7 @@ class Arena {
     return free.tag_set == kNoId && (free.tag_stream == stream || free.tag_stream == kNoId);
   }
   void note_several_streams() { tags_.note_several(); }
+  bool has_several_streams() const { return tags_.has_several(); }
   // Newer memory of a stream stays apart from older while several streams ask for memory.
   bool tells_apart() const { return tags_.is_apart(); }
   void tell_apart() { tags_.tell_apart(); }

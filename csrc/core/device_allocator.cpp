@@ -65,12 +65,16 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
     return note_out_of_memory(requested, {StatusCode::kOutOfMemory, 0, "allocate"}, why, lock);
   }
   const Bytes size = size_of(requested);
-  const StreamIndex index = state_.order.index_of(stream);
-  // For the block, and from here on: without the lock others look for an entry that none needs.
-  state_.order.hold(index);
-  if (!state_.order.is_single()) {
-    state_.arena.note_several_streams();
-    ask_now_and_then(lock);
+  StreamIndex index = state_.order.recent_index_of(stream);
+  if (index == kNoId) [[unlikely]] {
+    index = state_.order.index_of(stream);
+    // For the block, and from here on: without the lock others look for an entry that none needs.
+    state_.order.hold(index);
+    note_streams();
+  }
+  // Before the fast path, where nothing was asked for a while.
+  if (--ask_in_ == 0) [[unlikely]] {
+    ask_streams(lock);
   }
   Placement placement = quick_.take(size, index, [&] { ask_streams(lock); });
   if (!placement.address) [[unlikely]] {
@@ -135,9 +139,8 @@ Status DeviceAllocator::free(Address address, LiveBlock* freed) {
   note_allocated();
   state_.trace.add(TraceKind::kFree, address, requested, state_.order.handle_of(stream));
   const bool is_plain = (block.details & block.next) == kNoId;  // both are
-  const bool is_marked = state_.order.wants_mark(stream, size, state_.arena.tells_apart());
+  const bool is_marked = state_.order.wants_mark(stream, size);
   if (is_plain && !is_marked) [[likely]] {
-    state_.order.let_go(stream);
     state_.arena.give_back(first, state_.order.stamp(stream));
   } else {
     const UsedSpan had(block);
@@ -185,7 +188,7 @@ Status DeviceAllocator::record_stream(Address address, StreamName stream, bool i
   const StreamIndex user = state_.order.index_of(stream, is_lasting);
   if (!blocks_.add_user(found.span, user)) return ok_status();
   state_.order.hold(user);
-  state_.arena.note_several_streams();
+  note_streams();
   state_.trace.add(TraceKind::kRecordStream, address, state_.arena.used(found.span).requested,
                    stream.handle);
   return ok_status();

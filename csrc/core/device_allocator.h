@@ -142,8 +142,9 @@ class DeviceAllocator {
   Result<Placement> try_all(Bytes size, StreamIndex stream, Lock& lock);
   Result<Placement> try_within(Request request, Lock& lock);
   void ask_streams(Lock& lock);
-  void ask_now_and_then(Lock& lock);
+  void note_streams();
   void note_asker(StreamIndex stream);
+  void tell_apart(bool is_apart);
   void relieve(Lock& lock);
   void learn_all(Lock& lock);
   bool wait_for_others(Deadline deadline, Lock& lock);
@@ -171,7 +172,8 @@ class DeviceAllocator {
   // as it is. A question takes a microsecond or more.
   static constexpr std::uint32_t kRequestsUnasked = 256;
   static constexpr std::uint32_t kRequestsUnaskedAlone = 4096;
-  std::uint32_t requests_unasked_ = 0;
+  std::uint32_t ask_every_ = UINT32_MAX;  // so many requests; as good as never while there is one
+  std::uint32_t ask_in_ = ask_every_;
   // The stream that came to the slow path last, and how many requests were made since it was
   // another one. A step of most programs makes fewer than kRequestsAlone.
   static constexpr std::uint32_t kRequestsAlone = 1 << 14;

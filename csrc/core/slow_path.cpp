@@ -104,20 +104,21 @@ Result<Placement> DeviceAllocator::try_within(Request request, Lock& lock) {
 void DeviceAllocator::ask_streams(Lock& lock) {
   const bool has_many_aliases = state_.aliases.mappings() * 2 >= state_.config.alias_mappings ||
                                 state_.aliases.bytes() * 4 >= state_.config.alias_addresses;
-  requests_alone_ += std::exchange(requests_unasked_, 0);
+  requests_alone_ += ask_every_ - std::exchange(ask_in_, ask_every_);
   if (state_.order.is_single() && !has_many_aliases) return;
   const bool waits_first = state_.config.cross_stream == CrossStream::kAlways;
   state_.order.note_room(waits_first ? Bytes{} : state_.likely_room());
   state_.order.ask(lock);
   if (state_.config.cross_stream != CrossStream::kNever) state_.drop_tags_over();
-  if (state_.arena.tells_apart() && requests_alone_ >= kRequestsAlone) state_.arena.let_mix();
+  if (state_.arena.tells_apart() && requests_alone_ >= kRequestsAlone) tell_apart(false);
 }
 
-// Before the fast path, where nothing was asked for a while.
-void DeviceAllocator::ask_now_and_then(Lock& lock) {
-  const bool is_apart = state_.arena.tells_apart();
-  if (++requests_unasked_ < (is_apart ? kRequestsUnasked : kRequestsUnaskedAlone)) return;
-  ask_streams(lock);
+// After a stream was looked up that may be the second.
+void DeviceAllocator::note_streams() {
+  if (state_.order.is_single() || state_.arena.has_several_streams()) return;
+  state_.arena.note_several_streams();
+  requests_alone_ = 0;
+  tell_apart(true);
 }
 
 // While one stream alone comes to the slow path, nobody else wants what it frees, and the stream
@@ -127,7 +128,13 @@ void DeviceAllocator::note_asker(StreamIndex stream) {
   if (stream == last_asker_) return;
   last_asker_ = stream;
   requests_alone_ = 0;
-  if (!state_.order.is_single()) state_.arena.tell_apart();
+  if (!state_.order.is_single() && !state_.arena.tells_apart()) tell_apart(true);
+}
+
+void DeviceAllocator::tell_apart(bool is_apart) {
+  is_apart ? state_.arena.tell_apart() : state_.arena.let_mix();
+  state_.order.note_askers(is_apart);
+  ask_in_ = ask_every_ = is_apart ? kRequestsUnasked : kRequestsUnaskedAlone;
 }
 
 // What frees memory without a wait of the host.

@@ -14,7 +14,8 @@ StreamOrder::~StreamOrder() {
 
 // --- streams ------------------------------------------------------------------------------------
 
-StreamIndex StreamOrder::look_up(Stream stream) {
+StreamIndex StreamOrder::index_of(Stream stream) {
+  if (const StreamIndex recent = recent_index_of(stream); recent != kNoId) return recent;
   const StreamName name{stream, device_};
   const bool is_lasting = stream == Stream::kDefault || stream == Stream::kLegacy ||
                           (surroundings_ != nullptr && surroundings_->is_lasting(name));
@@ -84,7 +85,6 @@ StreamIndex StreamOrder::enter(StreamName name, bool is_lasting) {
   const StreamIndex index = is_lasting ? static_cast<StreamIndex>(streams_.size()) : vacant_entry();
   if (index == streams_.size()) {
     streams_.emplace_back();
-    is_single_ = streams_.size() == 1;
   } else {
     by_id_.erase(streams_[index].id);
   }
@@ -92,11 +92,12 @@ StreamIndex StreamOrder::enter(StreamName name, bool is_lasting) {
   state.name = name;
   state.is_lasting = is_lasting;
   state.known.clear();
+  note_askers(do_several_ask_);
   return index;
 }
 
 // An entry that nothing depends on any more: its numbers go on, so that no tag is taken for a newer
-// one. Else a new one. The blocks of the first stream were not counted from the start.
+// one. Else a new one. The first stream keeps its own.
 StreamIndex StreamOrder::vacant_entry() const {
   for (StreamIndex index = 1; index < streams_.size(); ++index) {
     const State& state = streams_[index];
@@ -125,9 +126,16 @@ bool StreamOrder::may_record(const State& state) const {
   return id.ok() && id.value() == state.id;
 }
 
+void StreamOrder::note_askers(bool are_several) {
+  do_several_ask_ = are_several;
+  const auto may_end = [](const State& state) { return !state.is_lasting; };
+  counts_frees_ =
+      !is_single() && (are_several || std::any_of(streams_.begin(), streams_.end(), may_end));
+}
+
 StreamOrder::Pending StreamOrder::begin_mark(StreamIndex index) {
   State& state = streams_[index];
-  const bool is_large = state.uncovered >= kOwnGroup;
+  const bool is_large = !counts_frees_ || state.uncovered >= kOwnGroup;
   if (is_large) begin_group(state);
   state.last = state.next++;
   if (is_large) begin_group(state);

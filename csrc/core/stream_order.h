@@ -60,24 +60,22 @@ class StreamOrder {
 
   // --- streams ----------------------------------------------------------------------------------
   // Of a stream of this device that the calling thread is about to use.
-  StreamIndex index_of(Stream stream) {
-    const Recent& recent = recent_[slot_of(stream)];
-    return recent.index != kNoId && recent.handle == stream ? recent.index : look_up(stream);
-  }
+  StreamIndex index_of(Stream stream);
   StreamIndex index_of(StreamName name, bool is_lasting);
+  // The same of a stream that was looked up lately and lasts; kNoId of any other.
+  StreamIndex recent_index_of(Stream stream) const {
+    const Recent& recent = recent_[slot_of(stream)];
+    return recent.handle == stream ? recent.index : kNoId;
+  }
   Stream handle_of(StreamIndex index) const { return streams_[index].name.handle; }
   StreamName name_of(StreamIndex index) const { return streams_[index].name; }
   // Whether all memory was used on one stream so far: then nothing is ever waited for.
-  bool is_single() const { return is_single_; }
+  bool is_single() const { return streams_.size() <= 1; }
   std::size_t count() const { return streams_.size(); }
-  // A block depends on the stream's entry, which is not given to another stream. Those of the
-  // first stream are not counted while it is the only one.
-  void hold(StreamIndex index) {
-    if (!is_single()) ++streams_[index].blocks;
-  }
-  void let_go(StreamIndex index) {
-    if (!is_single()) --streams_[index].blocks;
-  }
+  // A block depends on the entry of a stream that may end, which is not given to another stream.
+  // Each free of such a stream is marked, but where it is the only one and keeps its entry.
+  void hold(StreamIndex index) { streams_[index].blocks += streams_[index].is_lasting ? 0 : 1; }
+  void let_go(StreamIndex index) { streams_[index].blocks -= streams_[index].is_lasting ? 0 : 1; }
 
   // --- frees ------------------------------------------------------------------------------------
   // The tag of memory of `size` bytes that is freed without a mark: what may be.
@@ -85,16 +83,18 @@ class StreamOrder {
     streams_[index].has_uncovered = true;
     return {index, streams_[index].next};
   }
-  // Whether this free is to be marked; counts it. In a program of one stream none is, and hardly
-  // one while no other stream asks for memory: then ask() marks them.
-  bool wants_mark(StreamIndex index, Bytes size, bool do_others_ask) {
-    if (is_single()) [[likely]] {
+  // Whether this free is to be marked; counts it. In a program of one stream none is, and while no
+  // other stream asks for memory only those of streams that may end: ask() marks the others.
+  bool wants_mark(StreamIndex index, Bytes size) {
+    if (!counts_frees_) [[likely]] {
       return false;
     }
     State& state = streams_[index];
     state.uncovered += max(size, kSmallest);
-    return (do_others_ask && state.uncovered >= mark_at_) || !state.is_lasting;
+    return (do_several_ask_ && state.uncovered >= mark_at_) || !state.is_lasting;
   }
+  // Whether several streams ask for memory from now on.
+  void note_askers(bool are_several);
   // How much may still be grown, as of the last request that asked.
   void note_room(Bytes room) {
     mark_at_ = min(max(Bytes{room.count / kShareOfRoom}, kMarked), kMostUnmarked);
@@ -155,14 +155,14 @@ class StreamOrder {
     StreamName name;
     std::uint64_t id = 0;  // the driver's number for it; of one that may end
     bool is_lasting = false;
-    bool has_uncovered = false;  // some tag has the number of the next mark
-    Bytes uncovered{};           // about as many bytes of them
-    std::uint64_t blocks = 0;    // that were allocated or recorded on it, since the second came
-    std::uint64_t next = 1;      // number of the next mark
-    std::uint64_t last = 0;      // of the last one
-    std::uint64_t over = 0;      // up to this number all is over
-    std::uint64_t told = 0;      // what was over at the last note_told()
-    std::deque<Mark> marks{};    // recorded and not known to be over, upwards
+    bool has_uncovered = false;          // some tag has the number of the next mark
+    Bytes uncovered{};                   // about as many bytes of them
+    std::uint64_t blocks = 0;            // that depend on the entry
+    std::uint64_t next = 1;              // number of the next mark
+    std::uint64_t last = 0;              // of the last one
+    std::uint64_t over = 0;              // up to this number all is over
+    std::uint64_t told = 0;              // what was over at the last note_told()
+    std::deque<Mark> marks{};            // recorded and not known to be over, upwards
     std::vector<std::uint64_t> known{};  // by stream: the mark that its work comes behind
 
     // All that was freed on it is over.
@@ -219,7 +219,6 @@ class StreamOrder {
   static std::uint64_t key_of(StreamName name) {
     return static_cast<std::uint64_t>(name.handle) ^ std::uint64_t(unsigned(name.device)) << 56;
   }
-  StreamIndex look_up(Stream stream);
   StreamIndex find_lasting(StreamName name);
   StreamIndex find_passing(StreamName name);
   StreamIndex find_captured(StreamName name);
@@ -253,7 +252,8 @@ class StreamOrder {
   const Surroundings* surroundings_ = nullptr;
   EventPool events_;
   std::vector<State> streams_;
-  bool is_single_ = true;  // there is one at most: asked three times in each call
+  bool do_several_ask_ = false;
+  bool counts_frees_ = false;  // for there are several streams, and some frees are to be marked
   std::unordered_map<std::uint64_t, StreamIndex> by_handle_;  // those that last
   std::unordered_map<std::uint64_t, StreamIndex> by_id_;      // the others
   std::vector<Captured> captured_;

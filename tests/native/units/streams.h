@@ -60,6 +60,7 @@ struct StreamFixture {
   StreamFixture() {
     known.lasting = {on_a, on_b};
     order.set_surroundings(&known);
+    order.note_askers(true);
   }
 
   StreamIndex enter(Stream stream) { return order.index_of(stream); }
@@ -70,7 +71,7 @@ struct StreamFixture {
   }
   // As the allocator does for one block of one stream.
   Tag free(StreamIndex index, Bytes size = kMarkedFree) {
-    return order.wants_mark(index, size, true) ? order.mark(index, lock) : order.stamp(index);
+    return order.wants_mark(index, size) ? order.mark(index, lock) : order.stamp(index);
   }
   // With an item of work before it.
   Tag work_and_free(StreamIndex index, Bytes size = kMarkedFree) {
