@@ -127,12 +127,18 @@ def test_reset_peaks_start_from_what_is_there(device: SimulatedDevice) -> None:
 
 
 def test_reset_sums_start_from_nothing(device: SimulatedDevice) -> None:
-    device.allocate(MIB)
+    from_before = device.allocate(MIB)
     with pytest.raises(MemoryError):
         device.allocate(2 * CAPACITY)
     device.reset_accumulated_stats()
     stats = device.stats()
     assert stats["allocation"]["all"] == {"current": 1, "peak": 1, "allocated": 0, "freed": 0}
+    device.free(from_before)
+    device.allocate(2 * MIB)
+    counts_of_sizes = device.stats()["allocation"]
+    assert counts_of_sizes["small_pool"] == {"current": 0, "peak": 1, "allocated": 0, "freed": 1}
+    assert counts_of_sizes["large_pool"] == {"current": 1, "peak": 1, "allocated": 1, "freed": 0}
+    assert counts_of_sizes["all"] == {"current": 1, "peak": 1, "allocated": 1, "freed": 1}
     counts = ("num_device_alloc", "num_ooms", "num_alloc_retries")
     assert [stats[name] for name in counts] == [0, 0, 0]
 

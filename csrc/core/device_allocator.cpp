@@ -99,7 +99,7 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   block.requested = requested;
   blocks_.insert(placement);
   quick_.note(placement, size, stream);
-  state_.stats.count_allocation(requested, size);
+  state_.blocks.count_allocation(requested, size);
   note_allocated();
   // Growth and what is taken from the middle of an extent make more of them.
   state_.stats.note_extents(state_.arena.extent_count(), state_.arena.free_bytes());
@@ -109,8 +109,7 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
 }
 
 void DeviceAllocator::note_allocated() {
-  allocated_.store(static_cast<std::uint64_t>(state_.stats.allocated_bytes[0].current),
-                   std::memory_order_relaxed);
+  allocated_.store(state_.blocks.live_bytes().count, std::memory_order_relaxed);
 }
 
 LiveBlock DeviceAllocator::live_block(SpanId first) const {
@@ -135,7 +134,7 @@ Status DeviceAllocator::free(Address address, LiveBlock* freed) {
   const StreamIndex stream = block.stream;
   const Bytes size = size_of(requested);
   quick_.note_free(block, size);
-  state_.stats.count_free(requested, size);
+  state_.blocks.count_free(requested, size);
   note_allocated();
   state_.trace.add(TraceKind::kFree, address, requested, state_.order.handle_of(stream));
   const bool is_plain = (block.details & block.next) == kNoId;  // both are

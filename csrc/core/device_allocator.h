@@ -152,6 +152,7 @@ class DeviceAllocator {
 
   // inspect.cpp
   AllocatorStats interval_stats() const;
+  void begin_interval();
   std::unordered_map<SpanId, SpanId> owners() const;
   std::string check_blocks() const;
 

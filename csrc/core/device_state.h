@@ -11,6 +11,7 @@
 
 #include "core/alias_cache.h"
 #include "core/arena.h"
+#include "core/block_counts.h"
 #include "core/config.h"
 #include "core/driver.h"
 #include "core/event_trace.h"
@@ -65,7 +66,8 @@ struct DeviceState {
   AliasCache aliases;
   RangeSet alias_addresses;
   StreamOrder order;
-  AllocatorStats stats;  // its peaks are those of an interval
+  BlockCounts blocks;    // its peaks, and those of stats, are those of an interval
+  AllocatorStats stats;  // of all else
   EventTrace trace;
 
   Bytes limit;

@@ -18,15 +18,23 @@ AllocatorStats DeviceAllocator::stats() const {
 AllocatorStats DeviceAllocator::take_interval_stats() {
   if (fork_guard_.is_in_child()) return {};
   const Lock lock(mutex_);
-  state_.stats.note_extents(state_.arena.extent_count(), state_.arena.free_bytes());
   const AllocatorStats stats = interval_stats();
   earlier_peaks_.raise_peaks(stats);
-  state_.stats.reset_peak();
+  begin_interval();
   return stats;
+}
+
+void DeviceAllocator::begin_interval() {
+  state_.blocks.reset_peak();
+  state_.stats.reset_peak();
+  state_.stats.note_extents(state_.arena.extent_count(), state_.arena.free_bytes());
 }
 
 AllocatorStats DeviceAllocator::interval_stats() const {
   AllocatorStats stats = state_.stats;
+  state_.blocks.report(&stats);
+  stats.inactive_split.current = static_cast<std::int64_t>(state_.arena.extent_count());
+  stats.inactive_split_bytes.current = static_cast<std::int64_t>(state_.arena.free_bytes().count);
   stats.note_extents(state_.arena.extent_count(), state_.arena.free_bytes());
   stats.alias_count = static_cast<std::int64_t>(state_.aliases.count());
   stats.alias_mappings = static_cast<std::int64_t>(state_.aliases.mappings());
@@ -40,14 +48,14 @@ AllocatorStats DeviceAllocator::interval_stats() const {
 void DeviceAllocator::reset_peak_stats() {
   if (fork_guard_.is_in_child()) return;
   const Lock lock(mutex_);
-  state_.stats.note_extents(state_.arena.extent_count(), state_.arena.free_bytes());
-  state_.stats.reset_peak();
+  begin_interval();
   earlier_peaks_ = {};
 }
 
 void DeviceAllocator::reset_accumulated_stats() {
   if (fork_guard_.is_in_child()) return;
   const Lock lock(mutex_);
+  state_.blocks.reset_accumulated();
   state_.stats.reset_accumulated();
 }
 
@@ -171,8 +179,7 @@ std::string DeviceAllocator::check_blocks() const {
     sum += size;
   });
   if (!broken.empty()) return broken;
-  const Bytes counted{static_cast<std::uint64_t>(state_.stats.allocated_bytes[0].current)};
-  for (const Bytes claimed : {counted, allocated()}) {
+  for (const Bytes claimed : {state_.blocks.live_bytes(), allocated()}) {
     if (sum != claimed) return "block 1: allocated bytes " + std::to_string(claimed.count);
   }
   return {};

@@ -3,7 +3,7 @@
 //
 // torch keeps each statistic three times, for its small pool (requests up to 1 MiB), its large pool
 // and for all. There are no pools here, so the division is by request size alone and holdings have
-// no small share. Not thread-safe. Counting an allocation or a free is a dozen additions.
+// no small share. Blocks are counted in core/block_counts. Not thread-safe.
 #pragma once
 
 #include <algorithm>
@@ -28,6 +28,10 @@ struct Counter {
   void decrease(std::int64_t by) {
     current -= by;
     freed += by;
+  }
+  // Where it is counted elsewhere.
+  void raise_peak(std::int64_t to) {
+    if (to > peak) peak = to;
   }
   void reset_peak() { peak = current; }
   void reset_accumulated() { allocated = freed = 0; }
@@ -62,32 +66,10 @@ struct AllocatorStats {
   std::int64_t num_cross_stream = 0;  // blocks given from one stream to another
   std::int64_t host_bytes = 0;        // of the allocator's own bookkeeping
 
-  void count_allocation(Bytes requested, Bytes size) {
-    const auto pool =
-        static_cast<std::size_t>(requested <= kSmallRequest ? PoolKind::kSmall : PoolKind::kLarge);
-    for (const std::size_t kind : {std::size_t{0}, pool}) {
-      allocation[kind].increase(1);
-      allocated_bytes[kind].increase(static_cast<std::int64_t>(size.count));
-      requested_bytes[kind].increase(static_cast<std::int64_t>(requested.count));
-    }
-  }
-
-  void count_free(Bytes requested, Bytes size) {
-    const auto pool =
-        static_cast<std::size_t>(requested <= kSmallRequest ? PoolKind::kSmall : PoolKind::kLarge);
-    for (const std::size_t kind : {std::size_t{0}, pool}) {
-      allocation[kind].decrease(1);
-      allocated_bytes[kind].decrease(static_cast<std::int64_t>(size.count));
-      requested_bytes[kind].decrease(static_cast<std::int64_t>(requested.count));
-    }
-  }
-
-  // The extents are counted where they lie; here only their extremes are kept.
+  // The extents are counted where they lie; here only their peaks are kept.
   void note_extents(std::size_t count, Bytes bytes) {
-    inactive_split.current = static_cast<std::int64_t>(count);
-    inactive_split.peak = std::max(inactive_split.peak, inactive_split.current);
-    inactive_split_bytes.current = static_cast<std::int64_t>(bytes.count);
-    inactive_split_bytes.peak = std::max(inactive_split_bytes.peak, inactive_split_bytes.current);
+    inactive_split.raise_peak(static_cast<std::int64_t>(count));
+    inactive_split_bytes.raise_peak(static_cast<std::int64_t>(bytes.count));
   }
 
   void reset_peak();

@@ -275,7 +275,7 @@ CHECK(Fixture, a_forked_child_is_inert_and_calls_no_driver) {
 
 CHECK(Fixture, block_1_is_named_where_allocated_bytes_are_off) {
   take(kPage);
-  ((*allocator).*member(State{})).stats.allocated_bytes[0].current += 512;
+  ((*allocator).*member(State{})).blocks.count_allocation(512_B, 512_B);
   EXPECT(starts_with(allocator->check(), "block 1"));
 }
 
