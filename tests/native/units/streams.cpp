@@ -153,6 +153,11 @@ CHECK(Two, every_free_of_a_stream_that_may_end_is_marked) {
   const std::uint64_t records = record_count();
   free(foreign, kSmallFree);
   EXPECT(record_count() == records + 1);
+  order.note_askers(false);
+  free(foreign, kSmallFree);
+  EXPECT(record_count() == records + 2);
+  free(a, kMarkedFree);
+  EXPECT(record_count() == records + 2);
 }
 
 CHECK(Two, tags_of_several_streams_have_marks_where_each_does) {
