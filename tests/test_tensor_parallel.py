@@ -83,7 +83,83 @@ def run(rank: int) -> dict[str, Any]:
         model = copy.deepcopy(original)
         way(model)
         result[name] = gradients(split(model))
+    model = split(copy.deepcopy(original))
+    with vramx.compress(min_bytes=256) as stats:
+        model(torch.randn(4, 16, WIDTH))
+    result["kept"] = {reason: tally.kept_bytes for reason, tally in stats.kept.items()}
     return result
+
+
+def linear_of(*tensors: tuple[torch.Tensor, Any], of: Callable[..., Any]) -> dict[str, Any]:
+    """Run a function of distributed tensors, and of whole ones: the gradients, and what it kept."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = [each.clone().requires_grad_() for each, _ in tensors]
+    of(*whole).sin().sum().backward()
+    parts = [distribute_tensor(each, mesh, [where]).requires_grad_() for each, where in tensors]
+    with vramx.compress(min_bytes=256) as stats:
+        result = of(*parts).sin()
+    result.full_tensor().sum().backward()
+    found: list[Any] = [part.grad.full_tensor() for part in parts]
+    pairs = list(zip([each.grad for each in whole], found, strict=True))
+    kept = {reason: tally.kept_bytes for reason, tally in stats.kept.items()}
+    return {"pairs": pairs, "packed": stats.packed.tensors, "kept": kept}
+
+
+def run_by_hand(rank: int) -> dict[str, Any]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    linear = nn.functional.linear
+    torch.manual_seed(0)
+    x, weight, down, up = (torch.randn(size) for size in ((16, 64), (32, 64), (8, 64), (32, 8)))
+    scale = torch.logspace(-3, 3, 64)
+    all_of, rows, columns = Replicate(), Shard(0), Shard(1)
+    return {
+        "whole": linear_of((x, all_of), (weight, rows), of=lambda x, w: linear(x * 2, w)),
+        "columns": linear_of((x, columns), (weight, columns), of=lambda x, w: linear(x * 2, w)),
+        "few rows": linear_of((x[:3], rows), (weight, all_of), of=lambda x, w: linear(x * 2, w)),
+        "merged": linear_of(
+            *((x, all_of), (weight, rows), (down, all_of), (up, rows)),
+            of=lambda x, w, down, up: linear(x * 2, w + up @ down),
+        ),
+        "partial": linear_of(
+            *((x, columns), (weight, columns), (up, rows)),
+            of=lambda x, w, up: linear((x @ w.T) * 2, up.T),
+        ),
+        "scaled": linear_of(
+            *((x, all_of), (weight, all_of), (scale, all_of)),
+            of=lambda x, w, scale: linear(x * scale, w / scale),
+        ),
+    }
+
+
+# How many of what layers read is packed; each of two processes has a part, or all.
+PACKED = {"whole": 1, "columns": 1, "few rows": 1, "merged": 1, "partial": 0, "scaled": 0}
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_on_two(run_by_hand, tmp_path_factory.mktemp("by_hand"))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_what_a_process_has_of_a_layers_data_is_packed(
+    name: str, by_hand: list[dict[str, Any]]
+) -> None:
+    for each in by_hand:
+        found = each[name]
+        assert found["packed"] == PACKED[name]
+        for expected, gradient in found["pairs"]:
+            cosine = torch.cosine_similarity(expected.flatten(), gradient.flatten(), dim=0)
+            assert cosine > 0.9993
+
+
+def test_what_is_kept_counts_as_what_a_process_has(by_hand: list[dict[str, Any]]) -> None:
+    # Half of the weight, which is a program's own tensor, and of the argument of the sine.
+    for each in by_hand:
+        assert each["whole"]["kept"] == {"subclass": (32 * 64 + 16 * 32) * 4 // 2}
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +179,9 @@ def test_gradients_are_those_of_the_whole_model(way: str, results: list[dict[str
         for name, expected in each["exact"].items():
             cosine = torch.cosine_similarity(expected.flatten(), each[way][name].flatten(), dim=0)
             assert cosine > 0.9993
+
+
+def test_split_layers_keep_no_data_as_it_is(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        assert "subclass" not in each["kept"]
+        assert each["kept"]["parameter"] > 0
