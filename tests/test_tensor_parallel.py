@@ -72,6 +72,25 @@ def gradients(model: nn.Sequential) -> dict[str, torch.Tensor]:
     return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}
 
 
+def refused_of(model: nn.Module) -> dict[str, str]:
+    """Return what is said of split weights where none are taken."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    x = torch.randn(4, 16, WIDTH)
+    own = vramx.nn.Linear(WIDTH, WIDTH)
+    parallelize_module(own, init_device_mesh("cpu", (2,)), ColwiseParallel())
+    said = {}
+    for name, call in {
+        "predict": lambda: vramx.predict(lambda: model(x).sum().backward()),
+        "vramx.nn": lambda: own(x),
+    }.items():
+        with pytest.raises(vramx.VramxError) as error:
+            call()
+        said[name] = str(error.value)
+    return said
+
+
 def run(rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(
@@ -86,6 +105,7 @@ def run(rank: int) -> dict[str, Any]:
     model = split(copy.deepcopy(original))
     with vramx.compress(min_bytes=256) as stats:
         model(torch.randn(4, 16, WIDTH))
+    result["refused"] = refused_of(model)
     result["kept"] = {reason: tally.kept_bytes for reason, tally in stats.kept.items()}
     return result
 
@@ -185,3 +205,17 @@ def test_split_layers_keep_no_data_as_it_is(results: list[dict[str, Any]]) -> No
     for each in results:
         assert "subclass" not in each["kept"]
         assert each["kept"]["parameter"] > 0
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("predict", "predict before tensor parallelism"),
+        ("vramx.nn", "split torch.nn's own modules"),
+    ],
+)
+def test_what_takes_no_split_weights_says_what_to_do(
+    what: str, text: str, results: list[dict[str, Any]]
+) -> None:
+    for each in results:
+        assert text in each["refused"][what]
