@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_tools import run_on_two
+from distributed_tools import SHARDS_ON_HOSTS, run_on_two
 from torch import nn
 
 import vramx
@@ -72,6 +72,23 @@ def gradients(model: nn.Sequential) -> dict[str, torch.Tensor]:
     return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}
 
 
+def sharded_within(original: nn.Sequential) -> tuple[list[Any], str]:
+    """Return gradients beside the exact ones of blocks that are sharded by themselves under one
+    checkpoint, and what is said of its input."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(original[2], nn.Sequential(*original[:2]))
+    exact = gradients(copy.deepcopy(model))
+    level = vramx.Compression(min_bytes=256)
+    vramx.checkpoint_modules(model, where=lambda each: each is model[1], level=level)
+    mesh = init_device_mesh("cpu", (2,))
+    for block in (*model[1], model):
+        fully_shard(block, mesh=mesh)
+    found = gradients(model)
+    return [(exact[name], found[name]) for name in exact], str(vramx.report(model))
+
+
 def refused_of(model: nn.Module) -> dict[str, str]:
     """Return what is said of split weights where none are taken."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -106,8 +123,15 @@ def run(rank: int) -> dict[str, Any]:
     with vramx.compress(min_bytes=256) as stats:
         model(torch.randn(4, 16, WIDTH))
     result["refused"] = refused_of(model)
+    if SHARDS_ON_HOSTS:
+        result["sharded within"] = sharded_within(original)
     result["kept"] = {reason: tally.kept_bytes for reason, tally in stats.kept.items()}
     return result
+
+
+def is_near(expected: torch.Tensor, gradient: torch.Tensor) -> bool:
+    cosine = torch.cosine_similarity(expected.flatten(), gradient.flatten(), dim=0)
+    return bool(cosine > 0.9993)
 
 
 def linear_of(*tensors: tuple[torch.Tensor, Any], of: Callable[..., Any]) -> dict[str, Any]:
@@ -171,9 +195,7 @@ def test_what_a_process_has_of_a_layers_data_is_packed(
     for each in by_hand:
         found = each[name]
         assert found["packed"] == PACKED[name]
-        for expected, gradient in found["pairs"]:
-            cosine = torch.cosine_similarity(expected.flatten(), gradient.flatten(), dim=0)
-            assert cosine > 0.9993
+        assert all(is_near(*pair) for pair in found["pairs"])
 
 
 def test_what_is_kept_counts_as_what_a_process_has(by_hand: list[dict[str, Any]]) -> None:
@@ -197,8 +219,7 @@ def test_what_both_processes_hold_has_one_gradient(way: str, results: list[dict[
 def test_gradients_are_those_of_the_whole_model(way: str, results: list[dict[str, Any]]) -> None:
     for each in results:
         for name, expected in each["exact"].items():
-            cosine = torch.cosine_similarity(expected.flatten(), each[way][name].flatten(), dim=0)
-            assert cosine > 0.9993
+            assert is_near(expected, each[way][name])
 
 
 def test_split_layers_keep_no_data_as_it_is(results: list[dict[str, Any]]) -> None:
@@ -219,3 +240,14 @@ def test_what_takes_no_split_weights_says_what_to_do(
 ) -> None:
     for each in results:
         assert text in each["refused"][what]
+
+
+@pytest.mark.skipif(not SHARDS_ON_HOSTS, reason="this torch's FSDP2 does not average on hosts")
+def test_a_checkpoint_packs_the_input_of_blocks_that_are_sharded_by_themselves(
+    results: list[dict[str, Any]],
+) -> None:
+    for each in results:
+        pairs, report = each["sharded within"]
+        assert "saved" in report
+        assert "kept:" not in report
+        assert all(is_near(*pair) for pair in pairs)
