@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,8 @@ def sharded_within(original: nn.Sequential) -> tuple[list[Any], str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = nn.Sequential(original[2], nn.Sequential(*original[:2]))
+    one, two, three = copy.deepcopy(original)
+    model = nn.Sequential(three, nn.Sequential(one, two))
     exact = gradients(copy.deepcopy(model))
     level = vramx.Compression(min_bytes=256)
     vramx.checkpoint_modules(model, where=lambda each: each is model[1], level=level)
@@ -87,6 +89,24 @@ def sharded_within(original: nn.Sequential) -> tuple[list[Any], str]:
         fully_shard(block, mesh=mesh)
     found = gradients(model)
     return [(exact[name], found[name]) for name in exact], str(vramx.report(model))
+
+
+def verified(original: nn.Module) -> tuple[list[str], bool]:
+    """Return what is said of a layer that is to be compared and has a sharded part, and whether it
+    has its gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = nn.Sequential(copy.deepcopy(original)), init_device_mesh("cpu", (2,))
+    exact = gradients(copy.deepcopy(model))
+    vramx.optimize(model, "int8", verify=True)
+    for part in (model[0].linear1, model):
+        fully_shard(part, mesh=mesh)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = gradients(model)
+    said = [str(each.message) for each in caught]
+    return said, all(is_near(exact[name], found[name]) for name in exact)
 
 
 def refused_of(model: nn.Module) -> dict[str, str]:
@@ -125,6 +145,7 @@ def run(rank: int) -> dict[str, Any]:
     result["refused"] = refused_of(model)
     if SHARDS_ON_HOSTS:
         result["sharded within"] = sharded_within(original)
+        result["verified"] = verified(layer)
     result["kept"] = {reason: tally.kept_bytes for reason, tally in stats.kept.items()}
     return result
 
@@ -251,3 +272,13 @@ def test_a_checkpoint_packs_the_input_of_blocks_that_are_sharded_by_themselves(
         assert "saved" in report
         assert "kept:" not in report
         assert all(is_near(*pair) for pair in pairs)
+
+
+@pytest.mark.skipif(not SHARDS_ON_HOSTS, reason="this torch's FSDP2 does not average on hosts")
+def test_a_block_with_a_sharded_part_is_not_compared_within_a_step(
+    results: list[dict[str, Any]],
+) -> None:
+    for each in results:
+        said, is_right = each["verified"]
+        assert is_right
+        assert any("whose parts are sharded by themselves" in text for text in said)
