@@ -109,6 +109,24 @@ def verified(original: nn.Module) -> tuple[list[str], bool]:
     return said, all(is_near(exact[name], found[name]) for name in exact)
 
 
+def fully_sharded(original: nn.Sequential, around: bool) -> tuple[list[Any], str]:
+    """Return gradients of FSDP1's parts, and what plan says of it; checkpoints may be around."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as Sharded
+
+    part_of: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    blocks = [Sharded(copy.deepcopy(block), **part_of) for block in original]
+    model = Sharded(nn.Sequential(*blocks), **part_of)
+    if around:
+        vramx.checkpoint_modules(model, where=lambda each: each in blocks, level="keep")
+    torch.manual_seed(1)
+    for _ in range(2):  # the second finds shards
+        model.zero_grad()
+        model(torch.randn(4, 16, WIDTH)).square().sum().backward()
+    with pytest.raises(vramx.VramxError) as error:
+        vramx.plan(model, torch.randn(4, 16, WIDTH))
+    return [parameter.grad for parameter in model.parameters()], str(error.value)
+
+
 def refused_of(model: nn.Module) -> dict[str, str]:
     """Return what is said of split weights where none are taken."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -143,6 +161,7 @@ def run(rank: int) -> dict[str, Any]:
     with vramx.compress(min_bytes=256) as stats:
         model(torch.randn(4, 16, WIDTH))
     result["refused"] = refused_of(model)
+    result["FSDP1"] = [fully_sharded(original, around) for around in (False, True)]
     if SHARDS_ON_HOSTS:
         result["sharded within"] = sharded_within(original)
         result["verified"] = verified(layer)
@@ -282,3 +301,12 @@ def test_a_block_with_a_sharded_part_is_not_compared_within_a_step(
         said, is_right = each["verified"]
         assert is_right
         assert any("whose parts are sharded by themselves" in text for text in said)
+
+
+def test_a_checkpoint_may_be_around_parts_of_fsdp1(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        (expected, said), (found, _) = each["FSDP1"]
+        pairs = [pair for pair in zip(expected, found, strict=True) if pair[0] is not None]
+        assert pairs
+        assert all(torch.equal(*pair) for pair in pairs)
+        assert "fully_shard (FSDP2), or plan before" in said
