@@ -238,6 +238,8 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "a mean over a mask": lambda x: bent(x).sum(0) / torch.ones(64, 1).cumsum(0).sum().clamp(min=1),
     "a temperature": lambda x: (x @ x.t()) / torch.full((1,), 0.7),
     "an integer of its own": lambda x: bent(x) * int(torch.ones(1).sum()),
+    "numbers of its own": lambda x: bent(x) * LAYER.tolist()[0][0],
+    "memory of its own": lambda x: bent(x) * (LAYER.untyped_storage().nbytes() > 0),
 }
 
 

@@ -66,7 +66,7 @@ class LogitsNotMadeError(VramxError, RuntimeError):
 
 
 class UnsupportedTensorError(VramxError, TypeError):
-    """Under `strict`, an operation saved a tensor that cannot be compressed."""
+    """A tensor is of a class or layout that is not accepted; of what is saved, under `strict`."""
 
 
 class UntraceableError(VramxError, RuntimeError):

@@ -13,6 +13,7 @@ import torch
 
 from vramx.compression.attention import Result
 from vramx.compression.compiler import run_uncompiled
+from vramx.compression.parts import Joined
 from vramx.compression.saved import Pending, Reference, Restored
 from vramx.errors import warn_once
 
@@ -39,7 +40,7 @@ class Unpacking:
         self._name = "this vramx.compress()" if module is None else type(module).__name__
 
     @run_uncompiled
-    def unpack(self, saved: Reference | Restored | Pending | Result) -> torch.Tensor:
+    def unpack(self, saved: Reference | Restored | Pending | Result | Joined) -> torch.Tensor:
         """Give back what was taken; called by torch in backward, any number of times."""
         if torch.is_grad_enabled() and not self._seen.higher and _in_backward():
             self._note()

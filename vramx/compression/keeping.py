@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from vramx.compression import attention
+from vramx.compression import attention, parts
 from vramx.compression.codec.geometry import Geometry, can_spread, covered_bytes, describe, flat
 from vramx.compression.fakes import PLAIN, is_labelled
 from vramx.compression.lifetime import current_stream, outlive
@@ -43,7 +43,8 @@ class Keeper:
                 if storage.nbytes() >= self._rules.min_bytes:
                     return self._keep_large(tensor, storage, operation, reason)
         else:
-            nbytes = tensor.numel() * tensor.element_size()
+            part = parts.part_of(tensor)
+            nbytes = part.numel() * part.element_size()
         self._stats.record(operation.name, reason, nbytes, nbytes)
         return Reference(tensor)
 

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from vramx.compression import attention, differences
+from vramx.compression import attention, differences, parts
 from vramx.compression.attention import Result
 from vramx.compression.codec import codec as plain_codec
 from vramx.compression.codec import random
@@ -30,6 +30,7 @@ from vramx.compression.fakes import PLAIN
 from vramx.compression.keeping import Keeper
 from vramx.compression.lifetime import outlive
 from vramx.compression.notices import tell_of_unknown
+from vramx.compression.parts import Joined
 from vramx.compression.policy import policy, third_party, writes
 from vramx.compression.policy.calls import Operation
 from vramx.compression.policy.operations import OperationMode, transformed
@@ -101,7 +102,7 @@ class Session:
         self._devices: set[int] = set()  # that noise was drawn on
 
     @run_uncompiled
-    def pack(self, tensor: torch.Tensor) -> Reference | Restored | Pending | Result:
+    def pack(self, tensor: torch.Tensor) -> Reference | Restored | Pending | Result | Joined:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
         operation = self._mode.operation
         if operation is None:
@@ -118,6 +119,8 @@ class Session:
             operation.waiting.later.append(tensor)
         if type(tensor) not in PLAIN:  # whose class may have its own way of everything
             with torch._C.DisableTorchFunction():
+                if parts.is_distributed(type(tensor)):
+                    return self._take_part(tensor, operation)
                 return self._take(tensor, operation)
         if name == attention.NAME:
             return self._take_of_attention(tensor, operation)
@@ -164,6 +167,19 @@ class Session:
             if plan.normalises:
                 return self._normalise(tensor, operation, plan)
         return self._compress(tensor, operation, plan, plan.mapping)
+
+    def _take_part(
+        self, tensor: torch.Tensor, operation: Operation
+    ) -> Reference | Restored | Pending | Joined:
+        """Take a distributed tensor as what this process has of it."""
+        part = parts.part_of(tensor)
+        if parts.packs_part(tensor, part, operation):
+            call = parts.call_of_parts(operation)
+            plan = self._planner.plan(part, call)
+            if plan is not None and plan.bits:
+                saved = self._compress(part, call, plan, plan.mapping)
+                return Joined(saved, tensor) if type(saved) is Restored else Reference(tensor)
+        return self._take(tensor, operation)
 
     def _normalise(
         self, tensor: torch.Tensor, operation: Operation, plan: Plan

@@ -28,6 +28,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
 from vramx.compression.lifetime import outlive_all
+from vramx.compression.parts import is_distributed
+from vramx.errors import UnsupportedTensorError
 from vramx.nn.batched import call_each, is_batched
 from vramx.nn.keeping import PLAIN_TENSORS, Spec
 
@@ -93,6 +95,7 @@ class Operator:
             return call_each(self, args)
         flat = _flattened(args, self._lists) if self._lists else args
         if self.is_watched(flat):
+            refuse_distributed(flat)
             return self._overload(*args)
         if self._apply is None or not torch.is_grad_enabled():
             with _below_views():
@@ -114,6 +117,19 @@ class Operator:
             or first.is_meta
             or first.is_neg()
             or is_functorch_wrapped_tensor(first)
+        )
+
+
+def refuse_distributed(values: Sequence[Any]) -> None:
+    """Raise where an argument is split over processes: only what is here could be computed with.
+
+    Raises:
+        UnsupportedTensorError: one of the values is a DTensor.
+    """
+    if any(is_distributed(type(value)) for value in values):
+        raise UnsupportedTensorError(
+            "functions and modules of vramx.nn take no DTensors, as parallelize_module makes of "
+            "weights; split torch.nn's own modules, whose data vramx.compress() packs"
         )
 
 

@@ -21,7 +21,7 @@ from vramx.planning.ranks import FailedTogetherError, Ranks
 from vramx.planning.timeline import Cost, Place, Timeline
 
 TIMEOUT_S = 600.0
-_REPLICAS = ("DistributedDataParallel", "FullyShardedDataParallel")
+_REPLICA = "DistributedDataParallel"
 _NUMBERS = (
     *("input_bytes", "output_bytes", "late_input_bytes", "late_output_bytes"),
     *("forward_level", "backward_level"),
@@ -121,7 +121,7 @@ def _has_collectives(model: Any) -> bool:
     """Tell whether a step of a model waits for other processes."""
     modules: list[nn.Module] = list(model.modules()) if isinstance(model, nn.Module) else []
     return any(
-        base.__name__ in _REPLICAS for module in modules for base in type(module).__mro__
+        base.__name__ == _REPLICA for module in modules for base in type(module).__mro__
     ) or any(type(p).__name__ == "DTensor" for module in modules for p in module.parameters(False))
 
 

@@ -107,6 +107,9 @@ def plan(
     return Plan(chooser, choice)
 
 
+_FSDP1 = "FullyShardedDataParallel"
+
+
 def _check(model: nn.Module, sample: Any, budget: Budget) -> None:
     """Raise for a mistake before anything is measured."""
     if not isinstance(model, nn.Module):
@@ -115,6 +118,11 @@ def _check(model: nn.Module, sample: Any, budget: Budget) -> None:
         raise InvalidValueError(
             "model is compiled already, so that its blocks are not called; plan the model that "
             "torch.compile() was given, and compile afterwards"
+        )
+    if any(base.__name__ == _FSDP1 for part in model.modules() for base in type(part).mro()):
+        raise InvalidValueError(
+            f"model has parts under {_FSDP1} (FSDP1), which cannot be run by themselves, as a plan "
+            "runs them; shard with torch.distributed.fsdp.fully_shard (FSDP2), or plan before"
         )
     check_has_memory([model])
     script = torch.jit.ScriptModule

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from vramx.compression.fakes import fakes_are_plain
+from vramx.compression.parts import is_distributed
 from vramx.errors import InvalidValueError, UntraceableError, VramxError, refused
 from vramx.memory.replay import POLICIES, check_policies, replay
 from vramx.planning.blocks import find_blocks
@@ -268,6 +269,11 @@ def _fake(gpu: FakeGpu, recording: Recording, tensor: Tensor, on_host: bool) -> 
         ]
         with gpu.mode, torch.enable_grad():
             return sparse_like(tensor, *parts)
+    if is_distributed(type(tensor)):
+        raise UntraceableError(
+            "a DTensor has parts in other processes; predict before tensor parallelism, FSDP or "
+            "others split the model"
+        )
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         raise UntraceableError(
             f"a tensor of layout {tensor.layout} cannot be made without data; accepted are strided "

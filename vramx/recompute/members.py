@@ -7,8 +7,9 @@ function. The recomputation has parameters, buffers, parts and forward hooks as 
 the same parameters require a gradient.
 
 Tensors of a class of their own, as of a sharding library, come and go by that library's hooks, in a
-recomputation too. Holds what the graph or the module holds as well. A call costs a microsecond for
-each module of the region.
+recomputation too; and so do all parameters of modules that FSDP1 wraps within the region. Holds
+what the graph or the module holds as well. A call costs a microsecond for each module of the
+region.
 """
 
 from __future__ import annotations
@@ -37,12 +38,20 @@ _HOOKS = (
 class Members:
     """The tensors, parts and hooks of modules as they are now, and parameters among arguments."""
 
-    def __init__(self, modules: Iterable[nn.Module], leaves: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        leaves: Iterable[Any] = (),
+        sharded: Collection[int] = (),
+    ) -> None:
+        """Note those; `sharded` are the ids of modules whose parameters come and go."""
         # What a module of TorchScript is made of does not change once it is compiled.
         self._modules = tuple(each for each in modules if not isinstance(each, _Script))
         # What is here lives until backward: the fewer objects, the rarer Python's collector runs.
         self._tensors: list[Any] = [
-            own for each in self._modules for own in (each._parameters, each._buffers)
+            own
+            for each in self._modules
+            for own in (_NONE if id(each) in sharded else each._parameters, each._buffers)
         ]
         self._thens = [dict(own) if own else _NONE for own in self._tensors]
         self._others: list[Any] = [each._modules for each in self._modules]

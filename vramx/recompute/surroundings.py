@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from vramx.patch.of_classes import found_of
 from vramx.recompute.attributes import Attributes
 from vramx.recompute.buffers import Buffers
 from vramx.recompute.functions import Variables
@@ -60,11 +61,15 @@ class Surroundings:
         modules = [module for module in modules if not _is_to_be_made(module)]
         owners = hooks.owners
         bound = (each for each in owners if isinstance(each, nn.Module))
+        sharders = [each for each in modules if _is_sharder(type(each))]
+        sharded = {id(part) for each in sharders for part in each.modules()} if sharders else ()
         parts = {id(each): each for each in (*modules, *linked, *bound)}
+        for each in sharded:  # whose weights are attributes, and which are here now says FSDP's own
+            parts.pop(each, None)
         others = [*self._variables.objects, *owners]
         self._attributes = Attributes(parts.values(), others, region)
         self.are_new = self.buffers.are_new or self._attributes.are_to_be_watched
-        self._members = Members(modules, leaves)
+        self._members = Members(modules, leaves, sharded)
         self._modes = Modes()
         self._switches = Switches(modules, self._variables.functions)
         self._reads_all = _is_of_a_module(function)
@@ -106,6 +111,12 @@ class Surroundings:
             again = self._variables.again(copier)
             stack.enter_context(self._hooks.replaced(again))
             yield again(self._function)
+
+
+@found_of
+def _is_sharder(cls: Any) -> bool:
+    """Tell whether modules of a class are FSDP1's, around others."""
+    return bool(cls.__module__.startswith("torch.distributed.fsdp"))
 
 
 def _is_to_be_made(module: nn.Module) -> bool:

@@ -28,8 +28,11 @@ from vramx.recompute.structure import flatten
 from vramx.recompute.unbounded import Unbounded
 from vramx.recompute.verdicts import Verdict
 
-# Ours; and what torch.library makes for an operator, which the dispatcher shows itself.
-_KNOWN_FUNCTIONS = ("_Rotation", "_Attach", "GeneratedBackwardFor_")
+# Ours; what torch.library makes for an operator, which the dispatcher shows itself; and FSDP2's,
+# which gives what it is given.
+_KNOWN_FUNCTIONS = (
+    *("_Rotation", "_Attach", "GeneratedBackwardFor_", "RegisterPostBackwardFunction"),
+)
 _READS = frozenset(
     getattr(Tensor, name)
     for name in ("tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "__dlpack__")
@@ -143,10 +146,16 @@ class Reads(TorchFunctionMode):
     `elements` are told of attention, which the dispatcher may run as operations of its own.
     """
 
-    def __init__(self, on_rough: Callable[[str], None], elements: Elements | None = None) -> None:
+    def __init__(
+        self,
+        on_rough: Callable[[str], None],
+        elements: Elements | None = None,
+        origins: Origins | None = None,
+    ) -> None:
         super().__init__()
         self._on_rough = on_rough
         self._elements = elements
+        self._origins = origins
 
     def __torch_function__(
         self,
@@ -158,10 +167,15 @@ class Reads(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             func = called(func, sys._getframe(1))
             if func in _READS and holds_floats(args):
-                self._on_rough(f"Tensor.{func.__name__}")
+                self._look_at_read(f"Tensor.{func.__name__}", args)
             elif func is attention and self._elements is not None:
                 self._elements.attend(args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _look_at_read(self, name: str, args: tuple[Any, ...]) -> None:
+        # Of weights, whose memory FSDP lets go of and has again.
+        if self._origins is None or not self._origins.excuses(name, args, {}):
+            self._on_rough(name)
 
 
 class _First:
@@ -211,7 +225,7 @@ class Watch:
         """Watch what runs on this thread meanwhile."""
         readers = (self._readers, self._elements, self._unbounded)
         operators = Operators(self._note, self._allowed, readers, self._buffers, self._origins)
-        with Reads(self._note, self._elements), operators:
+        with Reads(self._note, self._elements, self._origins), operators:
             yield
         operators.finish()
 

@@ -47,11 +47,11 @@ class _Noise:
 
     def __init__(self) -> None:
         self._seed = 0
-        self._rank: int | None = None
+        self._rank = 0
         self.states: dict[torch.device, Tensor] = {}
         self.counter = itertools.count()
 
-    def seed(self, seed: int, rank: int | None) -> None:
+    def seed(self, seed: int, rank: int) -> None:
         self._seed, self._rank = seed, rank
         self.counter = itertools.count()
         for state in list(self.states.values()):
@@ -104,32 +104,24 @@ class _Noise:
         return self.states.setdefault(device, state)  # atomic: the first thread's one stays
 
     def _write(self, state: Tensor) -> None:
-        rank = _global_rank() if self._rank is None else self._rank
         with torch.no_grad():
             # Two fills are two kernels: a copy from the host would wait for the device.
-            state[0].fill_(_key(self._seed, rank))
+            state[0].fill_(_key(self._seed, self._rank))
             state[1].fill_(0)
-
-
-def _global_rank() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    return 0
 
 
 _noise = _Noise()
 
 
-def manual_seed(seed: int, *, rank: int | None = None) -> None:
+def manual_seed(seed: int, *, rank: int = 0) -> None:
     """Start the noise of stochastic rounding anew; torch's generators are not touched.
 
     Args:
         seed: -2**63 to 2**64 - 1. A process that never calls this has seed 0.
-        rank: mixed into the seed, so that ranks draw different noise; None is the global rank if
-            torch.distributed is initialised by then, else 0. With tensor or sequence parallelism
-            pass the data-parallel rank: ranks that hold the same tensor must draw the same noise,
-            or their copies of a replicated weight drift apart.
+        rank: mixed into the seed, so that ranks draw different noise. Without it all draw the same,
+            for ranks that hold the same tensor must, as those of tensor and sequence parallelism
+            do: else their copies of a replicated weight drift apart. Ranks with batches of their
+            own may pass the data-parallel rank; it changes little, for their data differs.
 
     Raises:
         InvalidValueError: `seed` or `rank` is no integer in range.
@@ -141,8 +133,7 @@ def manual_seed(seed: int, *, rank: int | None = None) -> None:
         >>> manual_seed(1234)
     """
     _check("seed", seed, -(1 << 63), _MASK64)
-    if rank is not None:
-        _check("rank", rank, 0, (1 << 31) - 1)
+    _check("rank", rank, 0, (1 << 31) - 1)
     _noise.seed(seed, rank)
 
 

@@ -193,7 +193,8 @@ class SavePolicy:
             or tensor.is_neg()
         ):
             reason = _unsupported(tensor)
-            return PARAMETER if reason == DTYPE and is_any_weight(tensor, operation) else reason
+            may_be_weight = reason in (DTYPE, SUBCLASS)
+            return PARAMETER if may_be_weight and is_any_weight(tensor, operation) else reason
         if (
             not tensor.is_contiguous()
             and covered_elements(tensor) * dtype.itemsize < self.min_bytes

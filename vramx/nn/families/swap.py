@@ -349,11 +349,28 @@ def _verified(module: Any, fusing: Fusing, call: dict[str, Any]) -> bool:
 
     if torch.compiler.is_compiling():
         return True  # it cannot be made twice: a later call is the first
-    found = difference(module, call)
+    found = _why_not_compared(module) or difference(module, call)
     fusing.settings.unverified = False  # not before: one that ran out of memory has shown nothing
     if found is None:
         return True
-    name = class_name(type(module))
+    name = class_name(module._vramx_original)
     remove(module, fusing)
     warnings.warn(f"{name} is left as it was: {found}", VramxWarning, stacklevel=4)
     return False
+
+
+def _why_not_compared(module: nn.Module) -> str | None:
+    """Return why a block cannot be run once more within a step, backward too; None: it can.
+
+    The end of a backward pass through a part that FSDP shards shards all again.
+    """
+    inner = [type(part) for part in module.modules() if part is not module]
+    sharded = (
+        cls.__module__.startswith("torch.distributed") for kind in inner for cls in kind.mro()
+    )
+    if not any(sharded):
+        return None
+    return (
+        "verify=True cannot compare a block whose parts are sharded by themselves; compare before "
+        "that, or shard the block as a whole"
+    )
