@@ -204,6 +204,9 @@ def run_by_hand(rank: int) -> dict[str, Any]:
         "whole": linear_of((x, all_of), (weight, rows), of=lambda x, w: linear(x * 2, w)),
         "columns": linear_of((x, columns), (weight, columns), of=lambda x, w: linear(x * 2, w)),
         "few rows": linear_of((x[:3], rows), (weight, all_of), of=lambda x, w: linear(x * 2, w)),
+        "too few": linear_of(
+            (x[:3, :40], rows), (weight[:, :40], all_of), of=lambda x, w: linear(x * 2, w)
+        ),
         "merged": linear_of(
             *((x, all_of), (weight, rows), (down, all_of), (up, rows)),
             of=lambda x, w, down, up: linear(x * 2, w + up @ down),
@@ -219,8 +222,17 @@ def run_by_hand(rank: int) -> dict[str, Any]:
     }
 
 
-# How many of what layers read is packed; each of two processes has a part, or all.
-PACKED = {"whole": 1, "columns": 1, "few rows": 1, "merged": 1, "partial": 0, "scaled": 0}
+# How many of what layers read is packed; each of two processes has a part, or all. What is less
+# than min_bytes in one is packed in none: noise is counted by what is packed.
+PACKED = {
+    "whole": 1,
+    "columns": 1,
+    "few rows": 1,
+    "too few": 0,
+    "merged": 1,
+    "partial": 0,
+    "scaled": 0,
+}
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ may depend on how large they are. Pure functions; a microsecond or two a tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,7 +49,7 @@ def part_of(tensor: Any) -> Any:
     return part if type(part) in PLAIN else getattr(part, "trigger_wait", lambda: part)()
 
 
-def packs_part(tensor: Any, part: torch.Tensor, operation: Operation) -> bool:
+def packs_part(tensor: Any, part: torch.Tensor, operation: Operation, min_bytes: int) -> bool:
     """Tell whether the policy can decide about a part as about a tensor."""
     if operation.custom or operation.name not in _PACKED or not tensor.requires_grad:
         return False
@@ -56,7 +57,19 @@ def packs_part(tensor: Any, part: torch.Tensor, operation: Operation) -> bool:
         return False
     if any(placement.is_partial() for placement in tensor.placements):
         return False
+    if _least_elements(tensor) * part.element_size() < min_bytes:
+        return False  # all processes pack or none, or those behind would draw another one's noise
     return not derives_from_parameter(tensor) and not undoes_columns(operation)
+
+
+def _least_elements(tensor: Any) -> int:
+    """Return how many elements the smallest part has: the last of those that are cut even."""
+    sizes = list(tensor.shape)
+    for count, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if placement.is_shard():
+            size = sizes[placement.dim]
+            sizes[placement.dim] = max(0, size - -(-size // count) * (count - 1))
+    return math.prod(sizes)
 
 
 def call_of_parts(operation: Operation) -> Operation:

@@ -173,7 +173,7 @@ class Session:
     ) -> Reference | Restored | Pending | Joined:
         """Take a distributed tensor as what this process has of it."""
         part = parts.part_of(tensor)
-        if parts.packs_part(tensor, part, operation):
+        if parts.packs_part(tensor, part, operation, self._rules.min_bytes):
             call = parts.call_of_parts(operation)
             plan = self._planner.plan(part, call)
             if plan is not None and plan.bits:
