@@ -45,6 +45,12 @@ def forget() -> None:
     _noted.hooks.pop()
 
 
+def forget_hook(hook: Any) -> None:
+    """Note that a hook has been popped, unless that is noted."""
+    if _noted.hooks and _noted.hooks[-1] is hook:
+        forget()
+
+
 def top_hook() -> Any:
     """Return the innermost pack hook, None where there is none; before 2.8, of ours."""
     if not is_told():
