@@ -34,7 +34,6 @@ from vramx.compression.compiler import run_uncompiled
 from vramx.compression.notices import explain
 from vramx.errors import RecomputationError
 from vramx.recompute.told import refuse_change, refusing_changes
-from vramx.recompute.way import Steps
 
 # Devices of which random numbers and autocast are restored.
 _KINDS = ("cpu", "cuda")
@@ -83,25 +82,15 @@ def _more_is_asked() -> bool:
 
 
 @run_uncompiled
-def run(
-    function: Callable[..., Any],
-    leaves: Sequence[Any],
-    inputs: Inputs,
-    steps: Steps | None = None,
-) -> Any:
-    """Return function(*leaves); of what it saves the graph has a call with `inputs`.
-
-    `steps` are told where something is saved.
-    """
-    again = _Again(function, leaves, inputs, steps)
+def run(function: Callable[..., Any], leaves: Sequence[Any], inputs: Inputs) -> Any:
+    """Return function(*leaves); of what it saves the graph has a call with `inputs`."""
+    again = _Again(function, leaves, inputs)
     try:
         with saved_tensors_hooks(again.numbers, again.open):
             return function(*leaves)
     except RuntimeError as error:
         explain(error)
         raise
-    finally:
-        again.numbers.steps = None  # the graph keeps the hook
 
 
 class _Numbers:
@@ -109,16 +98,13 @@ class _Numbers:
 
     __qualname__ = f"{enclosing.FORWARD_HOOK}numbers"
 
-    def __init__(self, steps: Steps | None = None) -> None:
-        self.steps = steps
+    def __init__(self) -> None:
         # Numbers, which the collector does not follow. Those of what is saved are floats: of small
         # integers Python has one each, and it is not told whether the graph still has it.
         self.forms: list[int] = []
         self._given: list[float] = []
 
     def __call__(self, tensor: Tensor) -> float:
-        if self.steps is not None:
-            self.steps.note(sys._getframe(1))
         self.forms.append(_form(tensor))
         self._given.append(float(len(self._given)))
         return self._given[-1]
@@ -186,14 +172,8 @@ def _of_another_way(saved: str, function: Callable[..., Any]) -> RecomputationEr
 class _Again:
     """What the graph holds of a call."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        leaves: Sequence[Any],
-        inputs: Inputs,
-        steps: Steps | None = None,
-    ) -> None:
-        self.numbers = _Numbers(steps)
+    def __init__(self, function: Callable[..., Any], leaves: Sequence[Any], inputs: Inputs) -> None:
+        self.numbers = _Numbers()
         self._function = function
         self._leaves = [_Leaf(x, inputs) if isinstance(x, Tensor) else x for x in leaves]
         self._then = _Then(leaves)

@@ -33,7 +33,6 @@ from vramx.recompute import again
 from vramx.recompute.inputs import Inputs
 from vramx.recompute.region import Region
 from vramx.recompute.structure import flatten
-from vramx.recompute.way import Steps
 
 Result = TypeVar("Result")
 _TORCH_PARAMETERS = inspect.signature(torch_checkpoint).parameters
@@ -181,10 +180,8 @@ def run(
     if not settings.torch_options and again.serves(leaves):
         inputs = Inputs(settings.compression, settings.offload, stats)
         region = Region(function, structure, (args, kwargs), inputs, vouched=settings.vouched)
-        is_judged = settings.compression is not None and not settings.vouched
-        steps = Steps() if is_judged else None
-        result = again.run(region, region.leaves_of(leaves), inputs, steps)
-        inputs.settle(region.judged(steps))
+        result = again.run(region, region.leaves_of(leaves), inputs)
+        inputs.settle(region.judged())
         return result
     if not _keeps_inputs(settings):
         region = Region(function, structure, (args, kwargs), None, preserve_rng_state=draws_again)
@@ -196,7 +193,7 @@ def run(
     )  # fmt: skip
     with inputs.collected():
         result = _run_by_torch(region, leaves, settings)
-    inputs.settle(region.judged(None))
+    inputs.settle(region.judged())
     return result
 
 
