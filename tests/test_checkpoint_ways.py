@@ -6,6 +6,8 @@ another function, of which nothing was seen. Here it is one of whose input a pha
 
 from __future__ import annotations
 
+import _thread
+import queue
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
 from vramx.compression import enclosing
-from vramx.recompute import region, verdicts
+from vramx.recompute import region, verdicts, way
 
 __all__ = ["packs", "quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
@@ -133,6 +135,15 @@ def test_calls_of_the_same_way_are_watched_once(monkeypatch: pytest.MonkeyPatch)
         loop.rounds = 1 + i % 3
         gradients(lambda x: vramx.checkpoint(loop, x, level=SMALL), loop)
     assert len(watched) == 1
+
+
+def test_a_thread_of_torch_has_no_code() -> None:
+    """There is no frame of Python above the hook, as in a device's thread for backward."""
+    given = queue.SimpleQueue[Tensor]()
+    hook, tensor = way._Noting(steps := way.Steps(), given.put), torch.ones(1)
+    _thread.start_new_thread(hook, (tensor,))
+    assert given.get(timeout=10) is tensor
+    assert steps.way() == way.Steps().way()
 
 
 def test_a_way_that_no_watched_call_takes_is_kept_exactly_and_watched_for_no_longer() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from vramx.compression import enclosing
+from vramx.compression.compiler import run_uncompiled
 from vramx.recompute.verdicts import Way
 from vramx.recompute.watch import Reads
 
@@ -46,7 +47,9 @@ class Steps:
 
     def note(self) -> None:
         """Note the frame that called the operation which saves."""
-        frame = sys._getframe(2)
+        frame = sys._getframe(1).f_back
+        if frame is None:  # of a device's backward thread, which takes a gradient of a gradient
+            return
         if frame.f_code is _OF_MODE and frame.f_back is not None:
             frame = frame.f_back
         self._codes.append(frame.f_code)
@@ -69,6 +72,7 @@ class _Noting:
         self._steps = steps
         self._pack = pack
 
+    @run_uncompiled
     def __call__(self, tensor: Tensor) -> Any:
         self._steps.note()
         return self._pack(tensor)
