@@ -204,3 +204,19 @@ def test_an_interrupt_while_hooks_come_and_go_leaves_none(
     assert _len_torch_function_stack() == 0
     with pytest.raises(VramxError, match="not entered on this thread"):
         context.__exit__()
+
+
+def test_an_interrupt_while_a_checkpoint_puts_hooks_on_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    enter = saved_tensors_hooks.__enter__
+
+    def interrupted(self: Any) -> None:
+        enter(self)
+        raise KeyboardInterrupt
+
+    block, x = Block(), torch.randn(4, 8, requires_grad=True) * 1
+    monkeypatch.setattr(saved_tensors_hooks, "__enter__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        vramx.checkpoint(block, x, level=PACKED)
+    assert enclosing.top_hooks() is None

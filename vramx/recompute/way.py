@@ -16,7 +16,6 @@ from types import CodeType
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from vramx.compression import enclosing
 from vramx.compression.compiler import run_uncompiled
@@ -42,7 +41,7 @@ class Steps:
             yield
             return
         pack, unpack = hooks
-        with saved_tensors_hooks(_Noting(self, pack), unpack):
+        with enclosing.Hooks(_Noting(self, pack), unpack):
             yield
 
     def note(self) -> None:
