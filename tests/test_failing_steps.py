@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _len_torch_function_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +21,7 @@ import vramx
 from vramx.compression import enclosing
 from vramx.compression.config import Compression
 from vramx.compression.policy.operations import OperationMode
+from vramx.errors import VramxError
 from vramx.nn import passes
 
 PACKED = Compression(min_bytes=0, rounding="nearest")
@@ -167,14 +169,54 @@ def test_a_step_that_fails_anywhere_leaves_the_next_as_it_was(way: str) -> None:
     assert members == [id(x) for x in (*training.module.buffers(), *training.module.parameters())]
 
 
-def test_an_interrupt_while_hooks_are_left_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave = OperationMode.__exit__
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (saved_tensors_hooks, "__enter__"),
+        (enclosing, "note"),
+        (OperationMode, "__enter__"),
+        (OperationMode, "__exit__"),
+        (enclosing, "forget"),
+        (saved_tensors_hooks, "__exit__"),
+    ],
+)
+def test_an_interrupt_while_hooks_come_and_go_leaves_none(
+    owner: Any, name: str, is_done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = getattr(owner, name)
+    waiting = [KeyboardInterrupt]
 
-    def interrupted(mode: Any, *error: Any) -> None:
-        leave(mode, *error)
+    def interrupted(*args: Any) -> Any:
+        if waiting and not is_done:
+            raise waiting.pop()
+        result = function(*args)
+        if waiting:
+            raise waiting.pop()
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+    context = vramx.compress()
+    with pytest.raises(KeyboardInterrupt), context:
+        pass
+    assert enclosing.top_hooks() is None
+    assert enclosing.top_hook() is None
+    assert _len_torch_function_stack() == 0
+    with pytest.raises(VramxError, match="not entered on this thread"):
+        context.__exit__()
+
+
+def test_an_interrupt_while_a_checkpoint_puts_hooks_on_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    enter = saved_tensors_hooks.__enter__
+
+    def interrupted(self: Any) -> None:
+        enter(self)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(OperationMode, "__exit__", interrupted)
-    with pytest.raises(KeyboardInterrupt), vramx.compress():
-        pass
+    block, x = Block(), torch.randn(4, 8, requires_grad=True) * 1
+    monkeypatch.setattr(saved_tensors_hooks, "__enter__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        vramx.checkpoint(block, x, level=PACKED)
     assert enclosing.top_hooks() is None

@@ -31,6 +31,7 @@ from plain_tools import (
     results,
 )
 from torch import Tensor, nn
+from torch.fx import _symbolic_trace
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
@@ -125,6 +126,22 @@ def test_modules_of_other_threads_run_while_a_block_is_read(
 
         monkeypatch.setattr(plain_record, "_modes", look)
         assert fused_blocks(vramx.optimize(model_of(made()), "keep")) == 2
+
+
+def test_an_interrupt_while_torch_undoes_what_it_traced_by_leaves_modules_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    call, find = nn.Module.__call__, nn.Module.__getattr__
+    monkeypatch.setattr(_symbolic_trace._Patcher, "revert_all_patches", interrupted)
+    monkeypatch.setattr(_symbolic_trace._Patcher, "__exit__", interrupted)  # of other releases
+    with pytest.raises(KeyboardInterrupt):
+        vramx.optimize(model_of(made()), "keep")
+    assert (nn.Module.__call__, nn.Module.__getattr__) == (call, find)
+    monkeypatch.undo()
+    assert fused_blocks(vramx.optimize(model_of(made()), "keep")) == 2
 
 
 def test_int8_keeps_less_with_the_gradients() -> None:

@@ -95,9 +95,9 @@ class Packing(Change):
 
     def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         context = self.context
-        context.enter(module)
         self.was_called = True
         self.may_learn = self.may_learn or torch.is_grad_enabled()
+        context.enter(module)
         try:
             return forward(*args, **kwargs)
         finally:

@@ -13,6 +13,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 # The hooks of torch.utils.checkpoint: while a region runs, and while it is run again.
@@ -45,6 +46,12 @@ def forget() -> None:
     _noted.hooks.pop()
 
 
+def forget_hook(hook: Any) -> None:
+    """Note that a hook has been popped, unless that is noted."""
+    if _noted.hooks and _noted.hooks[-1] is hook:
+        forget()
+
+
 def top_hook() -> Any:
     """Return the innermost pack hook, None where there is none; before 2.8, of ours."""
     if not is_told():
@@ -57,6 +64,18 @@ def top_hooks() -> tuple[Any, Any] | None:
     """Return the innermost pair of hooks, None where there is none or torch does not tell."""
     top: tuple[Any, Any] | None = _top_hooks(False) if is_told() else None
     return top
+
+
+class Hooks(saved_tensors_hooks):
+    """Hooks of which an interrupt leaves none behind while they are put on; from 2.8 on."""
+
+    def __enter__(self) -> None:
+        try:
+            super().__enter__()
+        except BaseException:
+            if is_told() and top_hook() is self.pack_hook:
+                self.__exit__()
+            raise
 
 
 def name_of(hook: Any) -> str:

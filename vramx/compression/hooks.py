@@ -12,6 +12,7 @@ import threading
 from typing import Any, NoReturn
 
 import torch
+from torch.overrides import _get_current_function_mode
 
 from vramx.compression import enclosing
 from vramx.compression.asked import options_of
@@ -24,7 +25,7 @@ from vramx.compression.policy.operations import OperationMode
 from vramx.compression.saved import Codec
 from vramx.compression.session import PlainCodec, Session
 from vramx.compression.stats import CompressionStats
-from vramx.errors import refused, warn_once
+from vramx.errors import VramxError, refused, warn_once
 
 # Where a context is taken for a decorator, or for what changes a model.
 _INSTEAD = (
@@ -72,8 +73,15 @@ class CompressionContext:
         if not idle and torch.is_grad_enabled() and _may_push(self.options):
             unpacking = Unpacking(self._derivatives, module)
             active = _Active(self._session(module), unpacking)
-            active.push()
-        self._entered.stack.append(active)
+        entered = self._entered.stack
+        depth = len(entered)
+        try:
+            entered.append(active)
+            if active is not None:
+                active.push()
+        except BaseException:  # an interrupt, of what will not be left
+            del entered[depth:]
+            raise
 
     def _session(self, module: torch.nn.Module | None) -> tuple[Session, OperationMode]:
         mode = OperationMode()
@@ -84,6 +92,8 @@ class CompressionContext:
 
     @run_uncompiled
     def __exit__(self, *error: object) -> None:
+        if not self._entered.stack:
+            raise VramxError(_NOT_ENTERED)
         active = self._entered.stack.pop()
         if active is not None:
             active.pop()
@@ -137,6 +147,12 @@ _IN_MUTATION = (
 )
 
 
+_NOT_ENTERED = (
+    "a vramx.compress() is left that was not entered on this thread, as by a generator that begins "
+    "on one thread and ends on another: the thread that entered it packs until it leaves it"
+)
+
+
 class _Active:
     """One pair of hooks and one mode on this thread's stacks."""
 
@@ -146,15 +162,31 @@ class _Active:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpacking.unpack)
 
     def push(self) -> None:
-        self._hooks.__enter__()
-        enclosing.note(self._pack)
-        self._mode.__enter__()
+        try:
+            self._hooks.__enter__()
+            enclosing.note(self._pack)
+            self._mode.__enter__()
+        except BaseException:
+            self._take_off()
+            raise
 
     def pop(self) -> None:
         try:
-            self._mode.__exit__(None, None, None)
-        finally:  # an interrupt must not leave hooks that would pack all that follows
+            if torch._C._len_torch_function_stack():  # else an interrupt of torch has taken it off
+                self._mode.__exit__(None, None, None)
             enclosing.forget()
+            self._hooks.__exit__()
+        except BaseException:
+            self._take_off()
+            raise
+
+    def _take_off(self) -> None:
+        """Leave nothing that would pack all that follows: an interrupt may come at any point."""
+        if _get_current_function_mode() is self._mode:
+            self._mode.__exit__(None, None, None)
+        is_on = enclosing.top_hook() is self._pack
+        enclosing.forget_hook(self._pack)
+        if is_on:
             self._hooks.__exit__()
 
 

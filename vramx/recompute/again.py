@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -86,7 +85,7 @@ def run(function: Callable[..., Any], leaves: Sequence[Any], inputs: Inputs) -> 
     """Return function(*leaves); of what it saves the graph has a call with `inputs`."""
     again = _Again(function, leaves, inputs)
     try:
-        with saved_tensors_hooks(again.numbers, again.open):
+        with enclosing.Hooks(again.numbers, again.open):
             return function(*leaves)
     except RuntimeError as error:
         explain(error)
@@ -204,7 +203,7 @@ class _Again:
             refusing_changes(),
         ):
             leaves = [x.open() if isinstance(x, _Leaf) else x for x in self._leaves]
-            with saved_tensors_hooks(keep, _same), ending:
+            with enclosing.Hooks(keep, _same), ending:
                 self._function(*leaves)
         if len(keep.made) != len(self.numbers.forms):
             raise _of_another_way(

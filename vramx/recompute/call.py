@@ -181,7 +181,7 @@ def run(
         inputs = Inputs(settings.compression, settings.offload, stats)
         region = Region(function, structure, (args, kwargs), inputs, vouched=settings.vouched)
         result = again.run(region, region.leaves_of(leaves), inputs)
-        inputs.settle(region.verdict)
+        inputs.settle(region.judged())
         return result
     if not _keeps_inputs(settings):
         region = Region(function, structure, (args, kwargs), None, preserve_rng_state=draws_again)
@@ -193,7 +193,7 @@ def run(
     )  # fmt: skip
     with inputs.collected():
         result = _run_by_torch(region, leaves, settings)
-    inputs.settle(region.verdict)
+    inputs.settle(region.judged())
     return result
 
 

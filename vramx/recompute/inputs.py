@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
+from vramx.compression import enclosing
 from vramx.compression.codec import random
 from vramx.compression.codec.codec import Packed, pack, unpack
 from vramx.compression.codec.geometry import (
@@ -180,7 +180,7 @@ class Inputs:
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
         """Note what torch's checkpoint saves while this context is entered."""
-        with saved_tensors_hooks(self.held, _open):
+        with enclosing.Hooks(self.held, _open):
             yield
 
     def held(self, tensor: Tensor) -> Held:

@@ -39,6 +39,7 @@ from vramx.recompute.surroundings import Surroundings
 from vramx.recompute.unfilled import saved_behind
 from vramx.recompute.verdicts import Verdict
 from vramx.recompute.watch import Operators, Reads, Watch
+from vramx.recompute.way import Steps
 
 
 class Region:
@@ -67,6 +68,8 @@ class Region:
         # What is vouched for draws by torch alone.
         self._draws_again = preserve_rng_state and not vouched
         self._is_watched = False
+        self._was_seen = False
+        self._steps = Steps()
         self._ran_in_mode = False
         self._was_read: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._key: Hashable | None = None
@@ -156,16 +159,30 @@ class Region:
             self._ran_in_mode = True
             self._was_read = Reads(_accept)
             watch = Watch(self._allowed, tensors, then.buffers, leaves)
-            with watch.running(), _steps_told():
+            with self._steps.noted(), watch.running(), _steps_told():
                 result = self._function(*args, **kwargs)
             watch.look_at(result, leaves)
             verdict = watch.verdict
-            verdicts.remember(self._key, self._function, verdict)
-        else:
+            self._was_seen = True
+            if verdict.rough:
+                verdicts.remember(self._key, self._function, verdict)
+        elif verdict.rough:
             result = self._function(*args, **kwargs)
+        else:
+            with self._steps.noted():
+                result = self._function(*args, **kwargs)
         self.verdict = verdict
         self._is_watched = not verdict.rough
         return result
+
+    def judged(self) -> Verdict:
+        """Return how the inputs are kept, now that the call has run, and where it saved."""
+        way = self._steps.way()  # which the graph is not to hold
+        if self._key is not None and self._is_watched:
+            seen = self.verdict if self._was_seen else None
+            self.verdict = verdicts.of_way(self._key, self._function, way, seen)
+            self._is_watched = not self.verdict.rough
+        return self.verdict
 
     def _recompute(self, leaves: tuple[Any, ...]) -> Any:
         found = [leaf.again() if isinstance(leaf, Before) else _apart(leaf) for leaf in leaves]

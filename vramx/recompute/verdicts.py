@@ -2,7 +2,9 @@
 
 A call is known by what runs, the parts of the function that can be told apart, and by what it is
 given: shapes and types of tensors, other values as they are, the state of autocast. A call that
-cannot be told from others is watched each time. Thread-safe: a look-up costs some microseconds.
+cannot be told from others is watched each time. One that took another way through the code than
+those that were watched keeps its inputs exactly, and the next one is watched (way.py). Thread-safe:
+a look-up costs some microseconds.
 """
 
 from __future__ import annotations
@@ -47,7 +49,53 @@ class Verdict(NamedTuple):
     planes: frozenset[int] = frozenset()
 
 
-_seen: OrderedDict[Hashable, Verdict] = OrderedDict()
+class Way(NamedTuple):
+    """A number that tells ways apart, and the code on one: as long as it lives, no other code is
+    where it is in memory."""
+
+    number: int
+    codes: tuple[types.CodeType, ...]
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Way) and self.number == other.number
+
+
+# Ways of a call, and calls that are watched for one that was not, before it is kept exactly.
+_MOST_WAYS, _MOST_TRIES = 16, 4
+_UNSEEN = Verdict("a way through its code that no watched call took")
+
+
+class _Seen:
+    """What the calls of one key have shown, by the ways that they took through the code."""
+
+    def __init__(self) -> None:
+        self.rough: Verdict | None = None  # of all ways: nothing is packed
+        self.by_way: dict[Way, Verdict] = {}
+        self.waiting: Way | None = None  # that was taken by a call that was not watched
+        self.tries = 0
+
+    def note(self, way: Way, verdict: Verdict) -> None:
+        """Keep what a watched call showed."""
+        self.by_way[way] = verdict
+        self.tries += 1
+        if self.waiting is not None and self.tries == _MOST_TRIES:
+            # A call does not take it while it is watched, or seldom.
+            self.by_way.setdefault(self.waiting, _UNSEEN)
+        if self.waiting in self.by_way:
+            self.waiting = None
+
+    def find(self, way: Way) -> Verdict:
+        """Return what is known of the way of a call that was not watched."""
+        found = self.by_way.get(way)
+        if found is None and len(self.by_way) < _MOST_WAYS:
+            self.waiting, self.tries = way, 0
+        return _UNSEEN if found is None else found
+
+
+_seen: OrderedDict[Hashable, _Seen] = OrderedDict()
 
 
 class _UnknownError(Exception):
@@ -63,24 +111,56 @@ def key_of(function: Any, leaves: Sequence[Any], allowed: frozenset[str]) -> Has
 
 
 def known(key: Hashable | None) -> Verdict | None:
-    """Return what a call of that key showed; None: it was not watched yet."""
-    return None if key is None else _seen.get(key)
+    """Return what calls of that key showed so far; None: the next one is to be watched."""
+    seen = None if key is None else _seen.get(key)
+    if seen is None or seen.rough is not None:
+        return None if seen is None else seen.rough
+    return None if seen.waiting is not None else next(iter(seen.by_way.values()), None)
+
+
+def of_way(key: Hashable, function: Any, way: Way, shown: Verdict | None) -> Verdict:
+    """Return how a call's inputs are kept by the way that it took: as a call that took it showed.
+
+    What runs may have become another since, as by a cell of a notebook, a part that was replaced,
+    or an attribute. Then inputs are kept exactly, and the next call is watched.
+
+    Args:
+        shown: what the call itself showed; None: it was not watched.
+    """
+    if shown is not None:
+        _noted(key).note(way, shown)
+        return shown
+    seen = _noted(key)
+    found = seen.find(way)
+    if found is _UNSEEN and len(seen.by_way) >= _MOST_WAYS:
+        warn_once(
+            f"vramx.checkpoint keeps the inputs of {name_of(function)} exactly, as level='keep' "
+            f"does, in calls that take another way through its code than the first {_MOST_WAYS}",
+            stacklevel=6,
+        )
+    return found
+
+
+def _noted(key: Hashable) -> _Seen:
+    seen = _seen.get(key)
+    if seen is None:
+        if len(_seen) >= _MOST:
+            _seen.popitem(last=False)
+        seen = _seen.setdefault(key, _Seen())
+    return seen
 
 
 def remember(key: Hashable | None, function: Any, verdict: Verdict) -> None:
-    """Keep what a watched call showed, and name what is not smooth once a function."""
+    """Keep that calls of a key are not smooth, and name why once a function."""
     if key is not None:
-        if len(_seen) >= _MOST:
-            _seen.popitem(last=False)
-        _seen[key] = verdict
-    if verdict.rough:
-        warn_once(
-            f"vramx.checkpoint keeps the inputs of {name_of(function)} exactly, as level='keep' "
-            f"does: {verdict.rough} is not known to be smooth, so that a recomputation from packed "
-            "inputs may choose otherwise; a policy that names a level for it, as in "
-            "Compression(policy={...}), says that it is",
-            stacklevel=7,
-        )
+        _noted(key).rough = verdict
+    warn_once(
+        f"vramx.checkpoint keeps the inputs of {name_of(function)} exactly, as level='keep' "
+        f"does: {verdict.rough} is not known to be smooth, so that a recomputation from packed "
+        "inputs may choose otherwise; a policy that names a level for it, as in "
+        "Compression(policy={...}), says that it is",
+        stacklevel=7,
+    )
 
 
 def name_of(function: Any) -> str:

@@ -33,6 +33,7 @@ _IN_PLACE = (
 )
 _OTHERS = frozenset(("torch", "vramx", *sys.stdlib_module_names)) - {"__main__"}
 _SWITCHES = "it switches gradients or autocast, or is checkpointed"
+_OF_TRACES = ("CURRENT_PATCHER", "_is_fx_tracing_flag")  # torch.fx notes there that it traces
 _DEEPEST = 6  # containers in containers, and in attributes of objects in them
 
 
@@ -117,7 +118,7 @@ def traced(module: nn.Module) -> Record:
     generators = Generators((type(module).forward,), list(module.modules()), held)
     with _unchanged(module), generators.restored(), _not_checkpointed(failed):
         try:
-            with _watched() as steps:
+            with _called_as_before(), _watched() as steps:
                 graph = Tracer().trace(_Caller(module))
         finally:
             is_over = True
@@ -126,6 +127,25 @@ def traced(module: nn.Module) -> Record:
         if generators.have_drawn():
             raise NotPlainError("it draws random numbers")
     return Record(graph, tuple(through), steps)
+
+
+@contextmanager
+def _called_as_before() -> Iterator[None]:
+    """Have modules called as they were, also where an interrupt keeps torch.fx from undoing that.
+
+    What it leaves in their place ends each call of any module in an error.
+    """
+    from torch.fx import _symbolic_trace as tracing
+
+    of_modules = {name: vars(nn.Module)[name] for name in ("__call__", "__getattr__")}
+    of_torch = {name: vars(tracing)[name] for name in _OF_TRACES if name in vars(tracing)}
+    try:
+        yield
+    finally:
+        for name, function in of_modules.items():
+            if vars(nn.Module)[name] is not function:
+                setattr(nn.Module, name, function)
+        vars(tracing).update(of_torch)
 
 
 @contextmanager
@@ -231,7 +251,8 @@ def _is_layer_norm(module: nn.Module) -> bool:
     if "layer_norm" not in getattr(code, "co_names", ()) or module._buffers:
         return False
     try:
-        graph = Tracer().trace(_Caller(module))
+        with _called_as_before():
+            graph = Tracer().trace(_Caller(module))
     except Exception:  # of what is no tensor: then it is called as it is
         return False
     called = [n.target for n in graph.nodes if n.op in ("call_function", "call_method")]
