@@ -11,7 +11,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -33,7 +33,8 @@ _IN_PLACE = (
 )
 _OTHERS = frozenset(("torch", "vramx", *sys.stdlib_module_names)) - {"__main__"}
 _SWITCHES = "it switches gradients or autocast, or is checkpointed"
-_OF_TRACES = ("CURRENT_PATCHER", "_is_fx_tracing_flag")  # torch.fx notes there that it traces
+_PATCHER = "CURRENT_PATCHER"  # what undoes what torch.fx has put in the place of functions
+_OF_TRACES = (_PATCHER, "_is_fx_tracing_flag")  # it notes there that it traces
 _DEEPEST = 6  # containers in containers, and in attributes of objects in them
 
 
@@ -133,19 +134,21 @@ def traced(module: nn.Module) -> Record:
 def _called_as_before() -> Iterator[None]:
     """Have modules called as they were, also where an interrupt keeps torch.fx from undoing that.
 
-    What it leaves in their place ends each call of any module in an error.
+    What it leaves in their place ends each call of any module in an error, and functions of others
+    (math.sqrt, what fx.wrap names) are replaced as well.
     """
     from torch.fx import _symbolic_trace as tracing
 
-    of_modules = {name: vars(nn.Module)[name] for name in ("__call__", "__getattr__")}
-    of_torch = {name: vars(tracing)[name] for name in _OF_TRACES if name in vars(tracing)}
+    before = {name: vars(tracing)[name] for name in _OF_TRACES if name in vars(tracing)}
     try:
         yield
     finally:
-        for name, function in of_modules.items():
-            if vars(nn.Module)[name] is not function:
-                setattr(nn.Module, name, function)
-        vars(tracing).update(of_torch)
+        left = vars(tracing).get(_PATCHER)
+        if left is not None and left is not before[_PATCHER]:
+            for patch in reversed(left.patches_made):
+                with suppress(KeyError):  # it is undone
+                    patch.revert()
+        vars(tracing).update(before)
 
 
 @contextmanager
