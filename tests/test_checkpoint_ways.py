@@ -138,6 +138,7 @@ def test_calls_of_the_same_way_are_watched_once(monkeypatch: pytest.MonkeyPatch)
     assert len(watched) == 1
 
 
+@TOLD
 def test_a_thread_of_torch_has_no_code() -> None:
     """There is no frame of Python above the hook, as in a device's thread for backward."""
     given = queue.SimpleQueue[Tensor]()

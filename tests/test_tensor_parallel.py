@@ -213,7 +213,7 @@ def run_by_hand(rank: int) -> dict[str, Any]:
         ),
         "partial": linear_of(
             *((x, columns), (weight, columns), (up, rows)),
-            of=lambda x, w, up: linear((x @ w.T) * 2, up.T),
+            of=lambda x, w, up: linear(x @ w.T, up.T),
         ),
         "scaled": linear_of(
             *((x, all_of), (weight, all_of), (scale, all_of)),
