@@ -170,4 +170,6 @@ def test_ways_beyond_the_most_are_kept_exactly_and_named_once() -> None:
     with pytest.warns(VramxWarning, match=f"smooth exactly.*than the first {most}"):
         assert verdicts.of_way("key", smooth, verdicts.Way(most, ()), None).rough
     assert verdicts.known("key") is fine
+    verdicts.of_way("key", smooth, verdicts.Way(most + 1, ()), fine)  # watched, as some always are
+    assert len(verdicts._seen["key"].by_way) == most
     del verdicts._seen["key"]

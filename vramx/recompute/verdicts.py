@@ -79,7 +79,8 @@ class _Seen:
 
     def note(self, way: Way, verdict: Verdict) -> None:
         """Keep what a watched call showed."""
-        self.by_way[way] = verdict
+        if way in self.by_way or len(self.by_way) < _MOST_WAYS:  # some calls are watched each time
+            self.by_way[way] = verdict
         self.tries += 1
         if self.waiting is not None and self.tries == _MOST_TRIES:
             # A call does not take it while it is watched, or seldom.
